@@ -1,0 +1,158 @@
+"""The engine's settings and the one function that judges them."""
+
+import ast
+import dataclasses
+import inspect
+import textwrap
+from dataclasses import dataclass
+from typing import Any, Literal, get_args, get_type_hints
+
+from moesaic.errors import ConfigError
+
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+Device = Literal["auto", "cpu", "cuda"]
+LoadFormat = Literal["auto", "dummy"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Settings of one engine; flags of the command line have the same names.
+
+    Raises: ``ConfigError`` with value, limit and remedy, before anything is allocated.
+    """
+
+    enable_chunked_prefill: bool = False
+    """Split long prompts into chunks so that running streams never wait for a whole prompt."""
+    prefill_chunk_size: int = 512
+    """Most prompt tokens of one request in one step, in tokens, at least 1 (chunked prefill only)."""
+    prefill_starvation_threshold_steps: int = 8
+    """Steps a prompt that could run may be passed over before it goes first, at least 1."""
+    max_partial_prefills: int = 4
+    """Most prompts that may be part-way at once, at least 1 (chunked prefill only)."""
+    max_tokens_per_step: int = 2048
+    """Most query tokens in one step, in tokens; at least max_batch_size + block_size."""
+    max_batch_size: int = 256
+    """Most requests running at once, which is the most rows in one step, at least 1."""
+    max_model_len: int | None = None
+    """Longest prompt plus output, in tokens; the default is the model's own context."""
+    block_size: int = 16
+    """Token positions per KV block, at least 1."""
+    num_kv_blocks: int | None = None
+    """KV blocks to allocate; the default is what the memory plan finds room for."""
+    kv_cache_bytes: int | None = None
+    """Memory for KV in bytes when num_kv_blocks is not given; the default is a share of what is free."""
+    dtype: DType = "auto"
+    """Type of weights, activations and KV; auto is the model's own on a GPU and float32 on a CPU."""
+    device: Device = "auto"
+    """Where the model runs; auto takes the GPU if there is one."""
+    attention_backend: str = "auto"
+    """Kernel that reads paged KV: auto or torch."""
+    load_format: LoadFormat = "auto"
+    """auto reads the checkpoint; dummy makes random weights from the configuration alone."""
+    seed: int = 0
+    """Seed of dummy weights and of requests that bring none, in [0, 2**63)."""
+    strict: bool = False
+    """Refuse to start where a requested feature would fall back to another."""
+
+    def __post_init__(self) -> None:
+        self.validate()
+
+    def validate(self) -> None:
+        """Return if every field and every rule between fields holds.
+
+        Raises: ``ConfigError`` naming the first broken one.
+        """
+        for name, hint in get_type_hints(type(self)).items():
+            _check_type(name, getattr(self, name), hint)
+        for name in _AT_LEAST_ONE:
+            _check_at_least(name, getattr(self, name), 1)
+        _check_at_least("seed", self.seed, 0)
+        if self.seed >= 2**63:
+            raise ConfigError(f"seed is {self.seed}; it must be below 2**63; lower --seed")
+        self._check_step_budget()
+
+    def _check_step_budget(self) -> None:
+        floor = self.max_batch_size + self.block_size
+        if self.max_tokens_per_step < floor:
+            raise ConfigError(
+                f"max_tokens_per_step is {self.max_tokens_per_step} but max_batch_size + block_size is {floor}: "
+                "decode rows could take a prompt's last tokens; "
+                f"raise --max-tokens-per-step to {floor} or lower --max-batch-size"
+            )
+        spare = self.max_tokens_per_step - self.max_batch_size
+        longest_wait = -(-(self.max_partial_prefills + 1) // spare) - 1
+        if longest_wait > self.prefill_starvation_threshold_steps:
+            raise ConfigError(
+                f"max_partial_prefills is {self.max_partial_prefills}, but full decode leaves {spare} tokens a step: "
+                f"a prompt could wait {longest_wait} steps, more than prefill_starvation_threshold_steps "
+                f"({self.prefill_starvation_threshold_steps}); lower --max-partial-prefills or raise the threshold"
+            )
+
+
+_AT_LEAST_ONE = (
+    "prefill_chunk_size",
+    "prefill_starvation_threshold_steps",
+    "max_partial_prefills",
+    "max_tokens_per_step",
+    "max_batch_size",
+    "max_model_len",
+    "block_size",
+    "num_kv_blocks",
+    "kv_cache_bytes",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConfigField:
+    """One setting as the command line and the documentation show it."""
+
+    name: str
+    hint: Any
+    """The type annotation (Any: annotations have no common type)."""
+    default: Any
+    help: str
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+
+def config_fields() -> tuple[ConfigField, ...]:
+    """Return every field of ``EngineConfig`` with the docstring below it, in order."""
+    hints = get_type_hints(EngineConfig)
+    docs = _field_docs(EngineConfig)
+    return tuple(
+        ConfigField(name=f.name, hint=hints[f.name], default=f.default, help=docs[f.name])
+        for f in dataclasses.fields(EngineConfig)
+    )
+
+
+def _field_docs(cls: type) -> dict[str, str]:
+    body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
+    assert isinstance(body, ast.ClassDef)
+    docs = {}
+    for field, doc in zip(body.body, body.body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(doc, ast.Expr):
+            docs[field.target.id] = ast.literal_eval(doc.value)
+    return docs
+
+
+def _check_type(name: str, value: Any, hint: Any) -> None:
+    choices = get_args(hint)
+    if choices and all(isinstance(c, str) for c in choices):
+        if value not in choices:
+            raise ConfigError(f"{name} is {value!r}; choose one of {', '.join(choices)}")
+        return
+    kinds = choices or (hint,)
+    is_bool_for_int = isinstance(value, bool) and bool not in kinds
+    if is_bool_for_int or not isinstance(value, kinds):
+        words = " or ".join(
+            {"NoneType": "nothing", "int": "an integer", "bool": "true or false"}.get(k.__name__, k.__name__)
+            for k in kinds
+        )
+        raise ConfigError(f"{name} is {value!r}; it must be {words}")
+
+
+def _check_at_least(name: str, value: int | None, low: int) -> None:
+    if value is not None and value < low:
+        raise ConfigError(f"{name} is {value}; it must be at least {low}; raise --{name.replace('_', '-')}")

@@ -1,0 +1,204 @@
+"""What a client asked and what it gets: immutable values, no torch."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from moesaic.errors import RequestError
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+MAX_LOGPROBS = 50
+"""Largest ``logprobs`` a request may ask for; bounds the work and the reply per token."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How to choose the output tokens of one request.
+
+    Raises: ``RequestError`` naming the field, its value, its range and the remedy.
+    """
+
+    max_tokens: int | None = 16
+    """Most output tokens; None means up to the end of the context; 0 computes the prompt only."""
+    min_tokens: int = 0
+    """No EOS and no stop before this many output tokens."""
+    temperature: float = 1.0
+    """0 is greedy; otherwise logits are divided by it."""
+    top_k: int = 0
+    """Keep the k most likely tokens; 0 or -1 keeps all."""
+    top_p: float = 1.0
+    """Keep the smallest set of tokens whose probability reaches this; in (0, 1]."""
+    min_p: float = 0.0
+    """Keep tokens at least this fraction as likely as the likeliest; in [0, 1]."""
+    seed: int | None = None
+    """Makes the choice a function of the seed and the output position alone."""
+    repetition_penalty: float = 1.0
+    """Divides positive and multiplies negative logits of tokens seen in prompt or output; > 0."""
+    presence_penalty: float = 0.0
+    """Subtracted once from the logit of each token in the output; in [-2, 2]."""
+    frequency_penalty: float = 0.0
+    """Subtracted per occurrence from the logit of each token in the output; in [-2, 2]."""
+    logit_bias: Mapping[int, float] | None = None
+    """Added to the logits of these token ids; values in [-100, 100]."""
+    stop: str | Sequence[str] = ()
+    """Strings that end the output; the text before the first of them is kept."""
+    stop_token_ids: Sequence[int] = ()
+    """Token ids that end the output, besides the model's own EOS ids."""
+    include_stop_str_in_output: bool = False
+    """Keep the matched stop string at the end of the text."""
+    ignore_eos: bool = False
+    """Go on after the model's EOS ids (``stop_token_ids`` still stop)."""
+    logprobs: int | None = None
+    """Report the log probability of each output token and of this many likeliest ones."""
+    prompt_logprobs: int | None = None
+    """The same for each prompt token but the first."""
+    skip_special_tokens: bool = True
+    """Leave special tokens out of the text."""
+
+    def __post_init__(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        object.__setattr__(self, "stop", _tuple_of("stop", stop, str))
+        object.__setattr__(self, "stop_token_ids", _tuple_of("stop_token_ids", self.stop_token_ids, int))
+        if "" in self.stop:
+            raise RequestError("stop contains an empty string, which would match at once; remove it", param="stop")
+        if self.logit_bias is not None:
+            object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
+        self._check_counts()
+        self._check_ranges()
+
+    def _check_counts(self) -> None:
+        for name, optional, low, high in (
+            ("max_tokens", True, 0, None),
+            ("min_tokens", False, 0, None),
+            ("top_k", False, -1, None),
+            ("seed", True, None, None),
+            ("logprobs", True, 0, MAX_LOGPROBS),
+            ("prompt_logprobs", True, 0, MAX_LOGPROBS),
+        ):
+            _check_int(name, getattr(self, name), optional=optional, low=low, high=high)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(
+                f"min_tokens is {self.min_tokens} but max_tokens is {self.max_tokens}; lower min_tokens",
+                param="min_tokens",
+            )
+
+    def _check_ranges(self) -> None:
+        _check_float("temperature", self.temperature, low=0.0)
+        _check_float("top_p", self.top_p, low=0.0, high=1.0, open_low=True)
+        _check_float("min_p", self.min_p, low=0.0, high=1.0)
+        _check_float("repetition_penalty", self.repetition_penalty, low=0.0, open_low=True)
+        _check_float("presence_penalty", self.presence_penalty, low=-2.0, high=2.0)
+        _check_float("frequency_penalty", self.frequency_penalty, low=-2.0, high=2.0)
+        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(f"{name} is {getattr(self, name)!r}; it must be true or false", param=name)
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """A request as the engine takes it: token ids, never text."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling_params: SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprobs:
+    """Log probabilities at one position (natural log, of the distribution before sampling filters)."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    """1 for the likeliest token."""
+    top: tuple[tuple[int, float], ...]
+    """(token id, log probability), likeliest first; empty if 0 were asked for."""
+
+
+class StepOutput(NamedTuple):
+    """What one step gave one request. Progress-only rows give none.
+
+    A named tuple, not a dataclass: 256 of them are built in each step.
+    """
+
+    request_id: str
+    new_token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    """The stop token id or string that ended the output; None for EOS and length."""
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    """One per new token, if asked for."""
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    """One per prompt token (None for the first), with the first output only, if asked for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestMetrics:
+    """Times of one request in seconds of a monotonic clock, and its counts."""
+
+    arrival_s: float
+    first_token_s: float | None
+    finished_s: float
+    num_output_tokens: int
+    largest_itl_s: float | None
+    """The stall: the largest gap between two output tokens; None with fewer than two tokens."""
+
+    @property
+    def ttft_s(self) -> float | None:
+        return None if self.first_token_s is None else self.first_token_s - self.arrival_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOutput:
+    """The finished answer to one request."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: FinishReason
+    stop_reason: int | str | None = None
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    metrics: RequestMetrics = field(repr=False)
+
+
+def _tuple_of(name: str, values: Any, kind: type) -> tuple[Any, ...]:
+    # Any: the caller may hand us whatever a client sent; this is where it is checked.
+    is_list = isinstance(values, Sequence | set | frozenset) and not isinstance(values, str | bytes)
+    if not is_list or any(not isinstance(v, kind) or isinstance(v, bool) for v in values):
+        raise RequestError(f"{name} is {values!r}; it must be a list of {kind.__name__}", param=name)
+    return tuple(values)
+
+
+def _checked_bias(bias: Any) -> dict[int, float]:
+    if not isinstance(bias, Mapping):
+        raise RequestError(f"logit_bias is {bias!r}; it must map token ids to numbers", param="logit_bias")
+    for token_id, value in bias.items():
+        _check_int("logit_bias", token_id, optional=False, low=0, high=None)
+        _check_float("logit_bias", value, low=-100.0, high=100.0)
+    return {int(k): float(v) for k, v in bias.items()}
+
+
+def _check_int(name: str, value: Any, *, optional: bool, low: int | None, high: int | None) -> None:
+    if value is None and optional:
+        return
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise RequestError(f"{name} is {value!r}; it must be an integer", param=name)
+    if (low is not None and value < low) or (high is not None and value > high):
+        at_most = "" if high is None else f" and at most {high}"
+        raise RequestError(f"{name} is {value}; it must be at least {low}{at_most}", param=name)
+
+
+def _check_float(name: str, value: Any, *, low: float, high: float = math.inf, open_low: bool = False) -> None:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+        raise RequestError(f"{name} is {value!r}; it must be a finite number", param=name)
+    if value < low or value > high or (open_low and value == low):
+        raise RequestError(f"{name} is {value}; it must be in {'(' if open_low else '['}{low}, {high}]", param=name)
