@@ -1,0 +1,423 @@
+"""Queues and leases: plans each step, and is the only one to move a sequence's progress."""
+
+from collections import deque
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from moesaic.errors import DuplicateRequestError, InvariantError
+from moesaic.kv.geometry import check_servable, resolve_max_tokens
+from moesaic.kv.table import PagedKVCache
+from moesaic.request import Request, StepOutput, TokenLogprobs
+from moesaic.sched.invariants import check_plan, check_progress, check_waits, checks_enabled
+from moesaic.sched.plan import DecodeRow
+from moesaic.sched.policy import LaneView, PrefillPolicy, StepView
+from moesaic.sched.preempt import Holder, choose_victims
+from moesaic.sched.queues import WaitingQueue
+from moesaic.sched.running import RunningMark, RunningSet
+from moesaic.sched.transaction import StepTransaction
+from moesaic.sequence import SeqId, Sequence, SequenceMark, SequenceStatus
+
+REMEMBERED_STEPS = 1024
+"""How many finished steps are remembered, so that a late commit or rollback is known for what it is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerCounts:
+    """What the scheduler has done so far; all monotonic."""
+
+    num_steps: int = 0
+    num_progress_only_steps: int = 0
+    num_rolled_back_steps: int = 0
+    num_prefill_chunks: int = 0
+    num_forced_prefills: int = 0
+    num_preemptions: int = 0
+    num_recomputed_tokens: int = 0
+    """Committed tokens that preemption threw away."""
+    num_prompt_tokens: int = 0
+    """Prompt tokens computed, recomputed ones included."""
+    num_generation_tokens: int = 0
+
+
+class _UndoPoint(NamedTuple):
+    """What a commit changes before its last, indivisible act; decode rows are undone from the plan itself."""
+
+    chunks: list[tuple[Sequence, SequenceMark]]
+    running: RunningMark
+
+
+class Scheduler:
+    """Who runs in each step, within tokens, rows and blocks.
+
+    ``step()`` changes nothing about any sequence; ``commit`` is the only place where progress moves, and the only
+    one that preempts: it makes room for the *next* step, so planning has no side effects and a rollback is exact.
+    Not thread-safe: one owner calls it.
+    """
+
+    def __init__(
+        self,
+        *,
+        kv: PagedKVCache,
+        policy: PrefillPolicy,
+        max_tokens_per_step: int,
+        max_batch_size: int,
+        max_model_len: int,
+        eos_token_ids: tuple[int, ...] = (),
+        seed: int = 0,
+    ) -> None:
+        self.kv = kv
+        self.policy = policy
+        self.max_tokens_per_step = max_tokens_per_step
+        self.max_batch_size = max_batch_size
+        self.max_model_len = max_model_len
+        self.counts = SchedulerCounts()
+        self.running = RunningSet()
+        self.waiting = WaitingQueue(policy.short_prompt_tokens)
+        self.in_flight: dict[SeqId, int] = {}
+        self._has_checks = checks_enabled()
+        self._eos_token_ids = eos_token_ids
+        self._seed = seed
+        self._sequences: dict[str, Sequence] = {}
+        self._events: list[StepOutput] = []
+        self._next_seq_id = 0
+        self._next_step_id = 0
+        self._committed_steps: deque[int] = deque(maxlen=REMEMBERED_STEPS)
+        self._rolled_back_steps: deque[int] = deque(maxlen=REMEMBERED_STEPS)
+
+    # Requests
+
+    def add(self, request: Request) -> Sequence:
+        """Queue a request and return its sequence.
+
+        Raises: ``DuplicateRequestError``, or ``RequestTooLargeError`` if the context or the pool can never hold it.
+        """
+        if request.request_id in self._sequences:
+            raise DuplicateRequestError(
+                f"request id {request.request_id!r} is in use by an unfinished request; choose another",
+                param="request_id",
+            )
+        num_prompt = len(request.prompt_token_ids)
+        max_tokens = resolve_max_tokens(num_prompt, request.sampling_params.max_tokens, self.max_model_len)
+        check_servable(num_prompt, max_tokens, self.kv.block_size, self.kv.pool.num_blocks)
+        seq_id = SeqId(self._next_seq_id)
+        seed = _mixed(self._seed, seq_id)
+        seq = Sequence(seq_id, request, max_tokens=max_tokens, eos_token_ids=self._eos_token_ids, seed=seed)
+        self._next_seq_id += 1
+        self._sequences[request.request_id] = seq
+        self.waiting.push(seq)
+        return seq
+
+    def abort(self, request_id: str) -> bool:
+        """End a request now; return False if it is unknown or already over.
+
+        Its terminal event comes from ``take_events``. Blocks that a step in flight may still write are fenced until
+        that step is over.
+        """
+        seq = self._sequences.pop(request_id, None)
+        if seq is None:
+            return False
+        seq.move_to(SequenceStatus.CANCELLED)
+        self.waiting.remove(seq.seq_id)
+        self.running.discard(seq)
+        step_id = self.in_flight.pop(seq.seq_id, None)
+        if step_id is None:
+            self.kv.free_sequences([seq])
+        else:
+            self.kv.fence_sequence(seq, step_id)
+        self._events.append(StepOutput(request_id, (), "abort"))
+        return True
+
+    def get(self, request_id: str) -> Sequence | None:
+        """Return the sequence of an unfinished request, or None."""
+        return self._sequences.get(request_id)
+
+    def take_events(self) -> list[StepOutput]:
+        """Return terminal events that no step produced (aborts), each once."""
+        events, self._events = self._events, []
+        return events
+
+    @property
+    def has_unfinished(self) -> bool:
+        """True while a request is unfinished or a terminal event is untold."""
+        return bool(self._sequences or self._events)
+
+    @property
+    def sequences(self) -> tuple[Sequence, ...]:
+        """All unfinished sequences."""
+        return tuple(self._sequences.values())
+
+    # One step
+
+    def step(self) -> StepTransaction:
+        """Plan a step and lease its blocks; nothing about any sequence has changed yet.
+
+        Sequences in flight are left out. The plan is empty if nothing can run.
+        """
+        view = self.view()
+        proposal = self.policy.propose(view)
+        decoding = self.running.decoding
+        sequences = {i: decoding[i] for i, _ in proposal.decode_rows}
+        sequences.update((c.seq_id, self._find(c.seq_id)) for c in proposal.chunks)
+        tx = StepTransaction(self, self._next_step_id, proposal, sequences)
+        self._next_step_id += 1
+        if self._has_checks:
+            self._check_step(view, tx)
+        self._lease(tx, view.decode_needs_block)
+        return tx
+
+    def _check_step(self, view: StepView, tx: StepTransaction) -> None:
+        is_chunked = self.policy.name == "chunked"
+        check_plan(view, tx.plan, tx.sequences, max_rows=self.max_batch_size, is_chunked=is_chunked)
+        check_progress(view, tx.plan, is_idle=not self.in_flight and self.kv.pool.num_fenced == 0)
+        if is_chunked:
+            check_waits(view, self.policy.starvation_threshold_steps)
+
+    def _find(self, seq_id: SeqId) -> Sequence:
+        return self.running.get(seq_id) or self.waiting.get(seq_id)
+
+    def view(self) -> StepView:
+        """Return what the policy may know now."""
+        busy, block_size, running = self.in_flight, self.kv.block_size, self.running
+        rows = [DecodeRow(i, s.committed_kv_tokens) for i, s in running.decoding.items() if i not in busy]
+        lanes = (running.lanes[i] for i in running.rotation.order if i in running.lanes and i not in busy)
+        return StepView(
+            max_tokens=self.max_tokens_per_step,
+            num_free_rows=self.max_batch_size - len(running) - self._num_newcomers_in_flight(),
+            block_size=block_size,
+            num_free_blocks=self.kv.pool.num_free,
+            num_headroom_blocks=min(len(running), 1 + self.kv.pool.num_blocks // 100),
+            decode_rows=tuple(rows),
+            decode_needs_block=frozenset(
+                [i for i, start in rows if not start % block_size and self._is_full(i, start)]
+            ),
+            lanes=tuple(map(self._lane_view, lanes)),
+            waiting=self.waiting,
+            rotation=running.rotation,
+            num_decode_gap_steps=running.num_decode_gap_steps,
+        )
+
+    def _num_newcomers_in_flight(self) -> int:
+        return sum(self.running.get(i) is None for i in self.in_flight)
+
+    def _lane_view(self, seq: Sequence) -> LaneView:
+        spare = self.kv.num_reserved_tokens(seq.seq_id) - seq.committed_kv_tokens
+        return LaneView(seq.seq_id, seq.committed_kv_tokens, seq.num_prefill_tokens_left, spare)
+
+    def _is_full(self, seq_id: SeqId, num_committed: int) -> bool:
+        return self.kv.num_reserved_tokens(seq_id) == num_committed
+
+    def _lease(self, tx: StepTransaction, needs_block: frozenset[SeqId]) -> None:
+        """Reserve blocks for the rows of ``tx``: one for each decode row that needs one, and those of the chunks."""
+        try:
+            for row in tx.plan.decode_rows if needs_block else ():
+                if row.seq_id in needs_block:
+                    tx.lease(self.kv, row.seq_id, row.start + 1)
+            for chunk in tx.plan.chunks:
+                tx.lease(self.kv, chunk.seq_id, chunk.start + chunk.num_tokens)
+        except BaseException:
+            tx.return_leases(self.kv)
+            raise
+        self.in_flight.update(dict.fromkeys(tx.sequences, tx.step_id))
+        for chunk in tx.plan.chunks:
+            self.waiting.remove(chunk.seq_id)
+
+    def rollback(self, tx: StepTransaction) -> None:
+        """Give every lease of ``tx`` back; of a step that is over a no-op."""
+        if not tx.is_open:
+            return
+        tx.is_open = False
+        tx.return_leases(self.kv)
+        self._land(tx)
+        for seq in tx.sequences.values():
+            if seq.status is SequenceStatus.WAITING:
+                self.waiting.push(seq)
+        self._rolled_back_steps.append(tx.step_id)
+        num_rolled_back = self.counts.num_rolled_back_steps + bool(tx.sequences)
+        self.counts = replace(self.counts, num_rolled_back_steps=num_rolled_back)
+        if self._has_checks:
+            self.check()
+
+    def was_rolled_back(self, step_id: int) -> bool:
+        """Return whether the step is remembered as rolled back."""
+        return step_id in self._rolled_back_steps
+
+    def _land(self, tx: StepTransaction) -> None:
+        """The step is over: its rows may be leased again and its fenced blocks are free."""
+        in_flight = self.in_flight
+        for seq_id in tx.sequences:
+            if in_flight.get(seq_id) == tx.step_id:
+                del in_flight[seq_id]
+        self.kv.pool.lift(tx.step_id)
+
+    # Commit
+
+    def commit(
+        self,
+        tx: StepTransaction,
+        token_ids: SequenceOf[int],
+        logprobs: SequenceOf[TokenLogprobs | None] | None,
+    ) -> list[StepOutput]:
+        """Apply ``tx``: see ``StepTransaction.commit``. All or nothing: freeing blocks is the last act."""
+        sampling = tx.plan.sampling_row_ids
+        logprobs = [None] * len(sampling) if logprobs is None else logprobs
+        if len(token_ids) != len(sampling) or len(logprobs) != len(sampling):
+            raise InvariantError(f"step {tx.step_id} samples {len(sampling)} rows but got {len(token_ids)} tokens")
+        samples = dict(zip(sampling, zip(token_ids, logprobs, strict=True), strict=True))
+        chunks = [tx.sequences[c.seq_id] for c in tx.plan.chunks]
+        undo = _UndoPoint([(s, s.mark()) for s in chunks], self.running.mark())
+        victims: list[tuple[Sequence, SequenceMark]] = []
+        try:
+            outputs, finished = self._advance(tx, samples)
+            for seq in self._victims(tx, finished):
+                victims.append((seq, seq.mark()))
+                self.running.discard(seq)
+                seq.restart()
+            self.kv.free_sequences([*finished, *(s for s, _ in victims)])
+        except BaseException:
+            self._undo(tx, undo, victims)
+            raise
+        self._settle(tx, finished, [s for s, _ in victims])
+        self._count(tx, outputs, len(victims), sum(mark[1] for _, mark in victims))
+        if self._has_checks:
+            self.check()
+        return outputs
+
+    def _advance(
+        self, tx: StepTransaction, samples: dict[SeqId, tuple[int, TokenLogprobs | None]]
+    ) -> tuple[list[StepOutput], list[Sequence]]:
+        """Move every row that was not aborted, keep its lease; return what the rows yield and who is done."""
+        outputs, finished = [], []
+        num_tokens = {c.seq_id: c.num_tokens for c in tx.plan.chunks}
+        for seq_id, seq in tx.sequences.items():
+            if seq.is_finished:
+                continue
+            if seq_id in num_tokens:
+                seq.advance_prefill(num_tokens[seq_id])
+                if seq_id not in samples:
+                    continue
+            else:
+                seq.advance_decode()
+            output = _sampled(seq, *samples[seq_id])
+            outputs.append(output)
+            if output.finish_reason is not None:
+                finished.append(seq)
+        tx.keep_leases(self.kv)
+        self.running.regroup(tx.plan, tx.sequences, tx.proposal.services, finished)
+        return outputs, finished
+
+    def _victims(self, tx: StepTransaction, finished: list[Sequence]) -> list[Sequence]:
+        """Return whom to preempt so that in the next step the oldest have their next block."""
+        num_free = self.kv.pool.num_free
+        if len(self.running) <= num_free:
+            return []
+        num_free += sum(self.kv.num_blocks(s.seq_id) for s in finished) + self.kv.pool.num_behind(tx.step_id)
+        running = self.running.all()
+        needy = {s.seq_id for s in running if self._is_full(s.seq_id, s.committed_kv_tokens)}
+        if len(needy) <= num_free:
+            return []
+        holders = [
+            Holder(
+                seq_id=s.seq_id,
+                needs_block=s.seq_id in needy,
+                num_blocks=self.kv.num_blocks(s.seq_id),
+                recompute_tokens=s.committed_kv_tokens,
+                is_movable=self.in_flight.get(s.seq_id, tx.step_id) == tx.step_id,
+            )
+            for s in running
+        ]
+        by_id = {s.seq_id: s for s in running}
+        return [by_id[i] for i in choose_victims(holders, num_free)]
+
+    def _undo(self, tx: StepTransaction, undo: _UndoPoint, victims: list[tuple[Sequence, SequenceMark]]) -> None:
+        for seq, mark in victims:
+            seq.reset(mark)
+        for seq, mark in undo.chunks:
+            seq.reset(mark)
+        for row in tx.plan.decode_rows:
+            if tx.sequences[row.seq_id].status is not SequenceStatus.CANCELLED:
+                tx.sequences[row.seq_id].reset_decode(row.start)
+        tx.reopen_leases(self.kv)
+        self.running.reset(undo.running)
+
+    def _settle(self, tx: StepTransaction, finished: list[Sequence], victims: list[Sequence]) -> None:
+        """After the last act: the step is over, victims wait again, finished requests are forgotten."""
+        tx.is_open = False
+        self._committed_steps.append(tx.step_id)
+        self._land(tx)
+        for seq in finished:
+            del self._sequences[seq.request.request_id]
+        for seq in victims:
+            self.waiting.push(seq)
+
+    def _count(self, tx: StepTransaction, outputs: list[StepOutput], num_victims: int, num_lost_tokens: int) -> None:
+        counts, plan = self.counts, tx.plan
+        self.counts = replace(
+            counts,
+            num_steps=counts.num_steps + 1,
+            num_progress_only_steps=counts.num_progress_only_steps + plan.is_progress_only,
+            num_prefill_chunks=counts.num_prefill_chunks + len(plan.chunks),
+            num_forced_prefills=counts.num_forced_prefills + tx.proposal.num_forced_prefills,
+            num_preemptions=counts.num_preemptions + num_victims,
+            num_recomputed_tokens=counts.num_recomputed_tokens + num_lost_tokens,
+            num_prompt_tokens=counts.num_prompt_tokens + sum(c.num_tokens for c in plan.chunks),
+            num_generation_tokens=counts.num_generation_tokens + sum(len(o.new_token_ids) for o in outputs),
+        )
+
+    # Proof
+
+    def fingerprint(self) -> tuple[object, ...]:
+        """Return a value that is equal exactly when queues, sequences and cache are (counters left out)."""
+        sequences = {
+            key: (s.seq_id, s.mark(), s.tokens(0, s.num_tokens).tolist()) for key, s in self._sequences.items()
+        }
+        running = self.running
+        return (
+            sequences,
+            list(running.decoding),
+            list(running.lanes),
+            running.rotation,
+            running.num_decode_gap_steps,
+            [s.seq_id for s in self.waiting],
+            dict(self.in_flight),
+            list(self._events),
+            self.kv.fingerprint(),
+        )
+
+    def check(self) -> None:
+        """Return if every sequence, the queues and the pool are consistent.
+
+        Raises: ``InvariantError`` naming the broken rule.
+        """
+        self.kv.check()
+        for seq in self._sequences.values():
+            seq.check()
+            reserved = self.kv.num_reserved_tokens(seq.seq_id)
+            if seq.committed_kv_tokens > reserved:
+                raise InvariantError(f"sequence {seq.seq_id} committed {seq.committed_kv_tokens} of {reserved} tokens")
+            places = (seq.seq_id in self.waiting) + (self.running.get(seq.seq_id) is not None)
+            is_newcomer_in_flight = seq.status is SequenceStatus.WAITING and seq.seq_id in self.in_flight
+            if places != (0 if is_newcomer_in_flight else 1):
+                raise InvariantError(f"sequence {seq.seq_id} ({seq.status.value}) stands in {places} queues")
+        if not self._sequences and self.kv.pool.num_free + self.kv.pool.num_fenced != self.kv.pool.num_blocks:
+            raise InvariantError(f"no request is left but only {self.kv.pool.num_free} KV blocks are free")
+
+
+def _sampled(seq: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> StepOutput:
+    """Append the token and return the output; a request for no tokens ends without one."""
+    request = seq.request
+    if seq.max_tokens == 0:
+        seq.move_to(SequenceStatus.FINISHED)
+        return StepOutput(request.request_id, (), "length")
+    reason = seq.append_token(token_id)
+    if reason is not None:
+        seq.move_to(SequenceStatus.FINISHED)
+    stop_reason = token_id if reason == "stop" and token_id in request.sampling_params.stop_token_ids else None
+    return StepOutput(request.request_id, (token_id,), reason, stop_reason, None if logprobs is None else (logprobs,))
+
+
+def _mixed(seed: int, seq_id: SeqId) -> int:
+    """Return a 63-bit seed per sequence. Source: the finalizer of splitmix64 (Steele, Lea, Flood, OOPSLA 2014)."""
+    z = (seed + (seq_id + 1) * 0x9E3779B97F4A7C15) & (2**64 - 1)
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
+    return (z ^ (z >> 31)) >> 1

@@ -1,0 +1,83 @@
+"""One step's leases: kept by ``commit``, given back by leaving the block without it."""
+
+from collections.abc import Sequence as SequenceOf
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from moesaic.errors import InvariantError
+from moesaic.kv.table import PagedKVCache
+from moesaic.request import StepOutput, TokenLogprobs
+from moesaic.sched.plan import StepPlan
+from moesaic.sched.policy import Proposal
+from moesaic.sequence import SeqId, Sequence
+
+if TYPE_CHECKING:
+    from moesaic.sched.scheduler import Scheduler
+
+
+class StepTransaction:
+    """The plan of one step and the leases of its rows, in flight until commit or rollback (both idempotent)."""
+
+    def __init__(
+        self, scheduler: "Scheduler", step_id: int, proposal: Proposal, sequences: dict[SeqId, Sequence]
+    ) -> None:
+        self.step_id = step_id
+        self.plan = StepPlan(decode_rows=proposal.decode_rows, chunks=proposal.chunks)
+        self.proposal = proposal
+        self.sequences = sequences
+        """The sequences of the rows, in row order."""
+        self.is_open = True
+        self._scheduler = scheduler
+        self._leases: list[tuple[Sequence, int]] = []
+        """Rows that took blocks, with how many each held before."""
+
+    def lease(self, kv: PagedKVCache, seq_id: SeqId, num_tokens: int) -> None:
+        """Reserve blocks so that the row's sequence can hold ``num_tokens`` tokens in all."""
+        seq, num_blocks = self.sequences[seq_id], kv.num_blocks(seq_id)
+        kv.ensure_sequence_capacity(seq, num_tokens)
+        self._leases.append((seq, num_blocks))
+
+    def keep_leases(self, kv: PagedKVCache) -> None:
+        """Make the leased blocks their sequences' own."""
+        for seq, _ in self._leases:
+            kv.commit_sequence_reservation(seq)
+
+    def reopen_leases(self, kv: PagedKVCache) -> None:
+        """Undo ``keep_leases``."""
+        for seq, num_blocks in self._leases:
+            kv.reopen_sequence_reservation(seq, num_blocks)
+
+    def return_leases(self, kv: PagedKVCache) -> None:
+        """Give the leased blocks back, last taken first, so that the pool is exactly as before."""
+        for seq, _ in reversed(self._leases):
+            kv.rollback_sequence_reservation(seq)
+
+    def commit(
+        self,
+        token_ids: SequenceOf[int],
+        logprobs: SequenceOf[TokenLogprobs | None] | None = None,
+    ) -> list[StepOutput]:
+        """Move progress: keep the leases, advance every row, add one token per sampling row.
+
+        ``token_ids`` and ``logprobs`` follow ``plan.sampling_row_ids``. Returns what each request got; rows of
+        requests aborted meanwhile give nothing. A second call returns an empty list.
+        Raises: ``InvariantError`` if the counts do not match or the step was rolled back; nothing has moved then.
+        """
+        if not self.is_open:
+            if self._scheduler.was_rolled_back(self.step_id):
+                raise InvariantError(f"step {self.step_id} was rolled back and cannot be committed")
+            return []
+        return self._scheduler.commit(self, token_ids, logprobs)
+
+    def rollback(self) -> None:
+        """Give every lease back; state is exactly as before the step. After commit or rollback a no-op."""
+        if self.is_open:
+            self._scheduler.rollback(self)
+
+    def __enter__(self) -> "StepTransaction":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.rollback()

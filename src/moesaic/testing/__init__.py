@@ -1,0 +1,1 @@
+"""Factories and fakes for tests; the product never imports them."""
