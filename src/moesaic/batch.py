@@ -1,0 +1,136 @@
+"""The tensors of one step, built from its plan without a Python loop over tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from moesaic.errors import InvariantError
+from moesaic.kv.table import PagedKVCache
+from moesaic.sched.plan import PagedBatchLengths, StepPlan
+from moesaic.sequence import SeqId, Sequence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RaggedBatch:
+    """``R`` rows with ``T`` query tokens in all, concatenated; decode rows first.
+
+    Row ``r`` owns flat tokens ``[query_offsets[r], query_offsets[r + 1])``.
+    All tensors are on the model's device.
+    """
+
+    lengths: PagedBatchLengths
+    num_decode_rows: int
+    block_size: int
+    token_ids: torch.Tensor
+    """int64 [T]."""
+    positions: torch.Tensor
+    """int64 [T]: position of each query token in its own sequence."""
+    slot_mapping: torch.Tensor
+    """int64 [T]: ``block_id * block_size + offset`` where each query token's K and V go."""
+    block_tables: torch.Tensor
+    """int32 [R, max blocks of a row], rows padded with block 0; entry ``j`` holds positions ``[j*B, (j+1)*B)``."""
+    logit_indices: torch.Tensor
+    """int64 [S]: flat tokens whose logits are wanted: first the sampling rows' last tokens, in row order,
+    then the tokens that prompt log probabilities need."""
+    num_sampling_rows: int
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.lengths.query_lengths)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.lengths.query_offsets[-1]
+
+    @classmethod
+    def of(
+        cls,
+        plan: StepPlan,
+        sequences: Mapping[SeqId, Sequence],
+        kv: PagedKVCache,
+        *,
+        extra_logit_indices: SequenceOf[int] = (),
+        device: torch.device | str = "cpu",
+    ) -> RaggedBatch:
+        """Return the batch of a plan whose leases ``kv`` holds (arguments as in ``build``)."""
+        decode = [sequences[i].last_token_id for i, _ in plan.decode_rows]
+        chunks = [sequences[c.seq_id].tokens(c.start, c.num_tokens) for c in plan.chunks]
+        num_decode = len(plan.decode_rows)
+        terminal = [i for i, c in enumerate(plan.chunks, num_decode) if c.is_terminal]
+        return cls.build(
+            lengths=plan.lengths(),
+            num_decode_rows=num_decode,
+            block_size=kv.block_size,
+            token_ids=np.concatenate([np.array(decode, dtype=np.int64), *chunks]),
+            block_tables=[kv.block_table(i) for i in sequences],
+            sampling_rows=[*range(num_decode), *terminal],
+            extra_logit_indices=extra_logit_indices,
+            device=device,
+        )
+
+    @classmethod
+    def build(
+        cls,
+        *,
+        lengths: PagedBatchLengths,
+        num_decode_rows: int,
+        block_size: int,
+        token_ids: NDArray[np.int64],
+        block_tables: SequenceOf[NDArray[np.int32]],
+        sampling_rows: SequenceOf[int],
+        extra_logit_indices: SequenceOf[int] = (),
+        device: torch.device | str = "cpu",
+    ) -> RaggedBatch:
+        """Return the batch of rows with these lengths.
+
+        ``token_ids`` [T] are the query tokens in row order; ``block_tables`` one int32 array per row that covers
+        its KV length; ``sampling_rows`` are row indices; ``extra_logit_indices`` flat token indices.
+        Raises: ``InvariantError`` if a table is too short for its row.
+        """
+        table = _padded_tables(lengths, block_tables, block_size)
+        query = np.asarray(lengths.query_lengths, dtype=np.int64)
+        offsets = np.asarray(lengths.query_offsets, dtype=np.int64)
+        row_of_token = np.repeat(np.arange(len(query)), query)
+        shift = np.asarray(lengths.context_lengths, dtype=np.int64) - offsets[:-1]
+        positions = np.arange(offsets[-1], dtype=np.int64) + shift[row_of_token]
+        slots = table[row_of_token, positions // block_size].astype(np.int64) * block_size + positions % block_size
+        last = offsets[1:][np.asarray(sampling_rows, dtype=np.int64)] - 1
+        logit_indices = np.concatenate([last, np.asarray(extra_logit_indices, dtype=np.int64)])
+        return cls(
+            lengths=lengths,
+            num_decode_rows=num_decode_rows,
+            block_size=block_size,
+            token_ids=_to(token_ids, device),
+            positions=_to(positions, device),
+            slot_mapping=_to(slots, device),
+            block_tables=_to(table, device),
+            logit_indices=_to(logit_indices, device),
+            num_sampling_rows=len(sampling_rows),
+        )
+
+
+def _padded_tables(
+    lengths: PagedBatchLengths, block_tables: SequenceOf[NDArray[np.int32]], block_size: int
+) -> NDArray[np.int32]:
+    """Return the tables as one int32 array [R, max blocks], padded with block 0."""
+    needed = -(-np.asarray(lengths.kv_seq_lengths, dtype=np.int64) // block_size)
+    held = np.fromiter(map(len, block_tables), dtype=np.int64, count=len(block_tables))
+    if len(held) != len(needed) or bool((held < needed).any()):
+        raise InvariantError(f"block tables of {held.tolist()} blocks do not cover rows needing {needed.tolist()}")
+    flat = np.concatenate([t[:n] for t, n in zip(block_tables, needed.tolist(), strict=True)])
+    table = np.zeros((len(needed), int(needed.max())), dtype=np.int32)
+    table[np.arange(table.shape[1]) < needed[:, None]] = flat
+    return table
+
+
+def _to(array: NDArray[np.int64] | NDArray[np.int32], device: torch.device | str) -> torch.Tensor:
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    if torch.device(device).type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
