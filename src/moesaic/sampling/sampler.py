@@ -1,0 +1,189 @@
+"""From logits to tokens, all rows of a step at once.
+
+Order of operations, the same as in vLLM: log probabilities are reported of the raw logits; then logit bias, minimum
+length, repetition, presence and frequency penalties, and the likeliest token if the row is greedy. Otherwise
+temperature, top-k, min-p, top-p and one random choice. (transformers puts top-p before min-p.)
+"""
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from moesaic.errors import InvariantError, RequestError, SamplingError
+from moesaic.request import SamplingParams, TokenLogprobs
+from moesaic.sampling.draw import draw_tokens, slabs, uniforms
+from moesaic.sampling.filters import keep_min_p, keep_top_k, keep_top_p
+from moesaic.sampling.logprobs import packed_logprobs, unpacked_logprobs
+from moesaic.sampling.penalties import adjusted_logits
+from moesaic.sampling.row import SamplingRow
+from moesaic.sampling.transfer import to_device
+
+__all__ = ["SampledTokens", "Sampler", "SamplingRow"]
+
+# A row's token id says what is wrong with it: the one copy to the host then carries the check as well.
+_BROKEN = -1
+_NOTHING_LEFT = -2
+
+
+@dataclass(frozen=True, slots=True)
+class SampledTokens:
+    """One token per sampling row, and its log probabilities where the row asked for them."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs | None, ...]
+
+
+class Sampler:
+    """Chooses tokens. Holds no state of any request: a choice depends on its row alone."""
+
+    def __init__(self, *, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
+        self.vocab_size = vocab_size
+        self.eos_token_ids = eos_token_ids
+
+    def check_params(self, params: SamplingParams) -> None:
+        """Refuse token ids that this model does not have; to be called once, at admission.
+
+        Raises: ``RequestError``. ``sample`` itself ignores such ids rather than fail a whole step.
+        """
+        for name, ids in (("logit_bias", params.logit_bias or ()), ("stop_token_ids", params.stop_token_ids)):
+            unknown = [i for i in ids if not 0 <= i < self.vocab_size]
+            if unknown:
+                raise RequestError(
+                    f"{name} has token id {unknown[0]}; this model has ids from 0 to {self.vocab_size - 1}", param=name
+                )
+
+    def sample(self, logits: torch.Tensor, rows: SequenceOf[SamplingRow]) -> SampledTokens:
+        """Return a token per row of ``logits``, fp32 [S, V] on any device, which are left as they are.
+
+        Synchronises the device once to read the token ids, and once more if a row asks for log probabilities.
+        Raises: ``SamplingError`` if a row has NaN or infinite logits or no token that may be chosen.
+        """
+        self._check_shape(logits, len(rows))
+        if not rows:
+            return SampledTokens((), ())
+        scores = adjusted_logits(logits, rows, self.eos_token_ids)
+        best, token_ids = scores.max(dim=-1)
+        token_ids = _with_random_choices(token_ids, best, scores, rows)
+        # The largest value of a row is NaN, infinite or minus infinity exactly when the row is unusable.
+        raw_best = best if scores is logits else logits.amax(dim=-1)
+        token_ids = token_ids.masked_fill(~best.isfinite(), _NOTHING_LEFT).masked_fill(~raw_best.isfinite(), _BROKEN)
+        asking = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
+        packed = self._packed(logits, token_ids, rows, asking) if asking else None
+        chosen = token_ids.tolist()
+        _check_choices(chosen, rows)
+        return SampledTokens(tuple(chosen), _logprobs_of(rows, asking, packed))
+
+    def prompt_logprobs(
+        self, logits: torch.Tensor, target_token_ids: SequenceOf[int], num_top: int
+    ) -> tuple[TokenLogprobs, ...]:
+        """Return the log probabilities of the token that follows each position, with the ``num_top`` likeliest.
+
+        ``logits`` fp32 [P, V] of positions whose next tokens are ``target_token_ids`` (P of them).
+        Synchronises the device once. Raises: ``SamplingError`` if a position's logits are NaN or infinite.
+        """
+        self._check_shape(logits, len(target_token_ids))
+        num_top = min(num_top, self.vocab_size)
+        targets = to_device(np.asarray(target_token_ids, dtype=np.int64), logits.device)
+        result = unpacked_logprobs(packed_logprobs(logits, targets, num_top), [num_top] * len(target_token_ids))
+        broken = tuple(i for i, entry in enumerate(result) if np.isnan(entry.logprob))
+        if broken:
+            raise SamplingError(f"prompt logits of positions {list(broken)} are NaN or infinite", rows=broken)
+        return result
+
+    def _check_shape(self, logits: torch.Tensor, num_rows: int) -> None:
+        if logits.shape != (num_rows, self.vocab_size) or logits.dtype != torch.float32:
+            raise InvariantError(
+                f"logits are {logits.dtype} {tuple(logits.shape)}, not float32 {(num_rows, self.vocab_size)}"
+            )
+
+    def _packed(
+        self, logits: torch.Tensor, token_ids: torch.Tensor, rows: SequenceOf[SamplingRow], asking: list[int]
+    ) -> torch.Tensor:
+        num_top = min(max(rows[i].params.logprobs or 0 for i in asking), self.vocab_size)
+        if len(asking) < len(rows):
+            index = to_device(np.array(asking, dtype=np.int64), logits.device)
+            logits, token_ids = logits[index], token_ids[index]
+        return packed_logprobs(logits, token_ids.clamp(min=0), num_top)
+
+
+def _with_random_choices(
+    token_ids: torch.Tensor, best: torch.Tensor, scores: torch.Tensor, rows: SequenceOf[SamplingRow]
+) -> torch.Tensor:
+    """Return the greedy ``token_ids`` [S] with those of the rows that are not greedy drawn at random."""
+    chosen = [i for i, row in enumerate(rows) if not row.params.is_greedy]
+    if not chosen:
+        return token_ids
+    if len(chosen) < len(rows):
+        index = to_device(np.array(chosen, dtype=np.int64), scores.device)
+        drawn = _random_choices(scores[index], best[index], [rows[i] for i in chosen])
+        return token_ids.index_copy(0, index, drawn)
+    return _random_choices(scores, best, rows)
+
+
+def _random_choices(scores: torch.Tensor, best: torch.Tensor, rows: SequenceOf[SamplingRow]) -> torch.Tensor:
+    """Return one drawn token [S] per row of ``scores`` [S, V], whose largest values are ``best`` [S]."""
+    columns = to_device(_columns(rows, scores.shape[1]), scores.device)
+    parts = [_drawn(scores[s], best[s], columns[:, s], rows[s]) for s in slabs(*scores.shape)]
+    return torch.cat(parts)
+
+
+def _columns(rows: SequenceOf[SamplingRow], vocab_size: int) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
+    """Return [5, S]: temperature, top_k (0 for all), min_p, top_p, uniform."""
+    params = [row.params for row in rows]
+    return np.stack(
+        [
+            # Smaller temperatures would be flushed to zero in fp32; at this one all but the likeliest vanish.
+            np.maximum([p.temperature for p in params], np.finfo(np.float32).tiny),
+            np.clip([p.top_k for p in params], 0, vocab_size),
+            np.array([p.min_p for p in params]),
+            np.array([p.top_p for p in params]),
+            uniforms([row.seed for row in rows], [len(row.output_token_ids) for row in rows]),
+        ]
+    )
+
+
+def _drawn(
+    scores: torch.Tensor, best: torch.Tensor, columns: torch.Tensor, rows: SequenceOf[SamplingRow]
+) -> torch.Tensor:
+    temperature, top_k, min_p, top_p, uniform = columns
+    largest_k = min(max(row.params.top_k for row in rows), scores.shape[1])
+    if largest_k > 0:
+        # Before the division, which keeps the order: rounding in it cannot make new ties.
+        scores = keep_top_k(scores, top_k.long(), largest_k)
+    # Relative to the likeliest before dividing, so that a small temperature cannot overflow.
+    scores = (scores - best[:, None]) / temperature.float()[:, None]
+    if any(row.params.min_p > 0.0 for row in rows):
+        scores = keep_min_p(scores, min_p.float())
+    nucleus = [i for i, row in enumerate(rows) if row.params.top_p < 1.0]
+    if len(nucleus) == len(rows):
+        scores = keep_top_p(scores, top_p)
+    elif nucleus:
+        # The sort costs more than everything else here; rows that keep all tokens do not pay for it.
+        index = to_device(np.array(nucleus, dtype=np.int64), scores.device)
+        scores = scores.index_copy(0, index, keep_top_p(scores[index], top_p[index]))
+    return draw_tokens(scores, uniform)
+
+
+def _check_choices(chosen: list[int], rows: SequenceOf[SamplingRow]) -> None:
+    bad = tuple(i for i, token_id in enumerate(chosen) if token_id < 0)
+    if not bad:
+        return
+    causes = {
+        _BROKEN: "has NaN or infinite logits",
+        _NOTHING_LEFT: "has no token left (logit_bias, min_tokens and penalties remove all)",
+    }
+    listed = "; ".join(f"row {i} at output {len(rows[i].output_token_ids)} {causes[chosen[i]]}" for i in bad)
+    raise SamplingError(f"no token can be sampled for {len(bad)} of {len(rows)} rows: {listed}", rows=bad)
+
+
+def _logprobs_of(
+    rows: SequenceOf[SamplingRow], asking: list[int], packed: torch.Tensor | None
+) -> tuple[TokenLogprobs | None, ...]:
+    result: list[TokenLogprobs | None] = [None] * len(rows)
+    if packed is not None:
+        entries = unpacked_logprobs(packed, [rows[i].params.logprobs or 0 for i in asking])
+        for i, entry in zip(asking, entries, strict=True):
+            result[i] = entry
+    return tuple(result)
