@@ -1,0 +1,209 @@
+"""The loop: plan, batch, forward, sample, commit. Synchronous and single-threaded."""
+
+import logging
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import asdict
+from numbers import Integral
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moesaic.attention.select import Selection, select_attention
+from moesaic.batch import RaggedBatch
+from moesaic.config import EngineConfig
+from moesaic.engine.memory import free_bytes, kv_budget_bytes, plan_memory
+from moesaic.engine.prompt_logprobs import PromptLogprobs
+from moesaic.errors import ConfigError, RequestError
+from moesaic.kv.geometry import KVGeometry
+from moesaic.kv.pool import BlockPool
+from moesaic.kv.store import LayeredPagedKVStore
+from moesaic.kv.table import PagedKVCache
+from moesaic.models.base import CausalLM
+from moesaic.models.loader import load_model
+from moesaic.request import Request, SamplingParams, StepOutput
+from moesaic.runner import ModelRunner
+from moesaic.sampling.row import SamplingRow
+from moesaic.sampling.sampler import SampledTokens, Sampler
+from moesaic.sched.factory import make_policy
+from moesaic.sched.scheduler import Scheduler
+from moesaic.sched.transaction import StepTransaction
+from moesaic.sequence import Sequence
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[str, float], None]
+
+
+class EngineCore:
+    """Serves requests of token ids over one model. Not thread-safe: one owner calls it.
+
+    Raises: ``ConfigError`` for settings that this model or this machine cannot meet, before KV is allocated.
+    """
+
+    def __init__(self, model: CausalLM, config: EngineConfig) -> None:
+        config.validate()
+        self.model = model
+        self.config = config
+        self.max_model_len = _context_length(config, model.info.max_model_len)
+        geometry = KVGeometry(
+            layers=model.info.kv_shapes, block_size=config.block_size, element_bytes=model.dtype.itemsize
+        )
+        self.attention: Selection = select_attention(config.attention_backend, geometry, model.device, config.strict)
+        is_asked = config.num_kv_blocks is not None or config.kv_cache_bytes is not None
+        room = free_bytes(model.device) if is_asked else kv_budget_bytes(model.device)
+        self.memory = plan_memory(config, geometry, self.max_model_len, room)
+        num_blocks = self.memory.num_kv_blocks
+        store = LayeredPagedKVStore(geometry, num_blocks, model.dtype, model.device)
+        self.runner = ModelRunner(model, self.attention.backend, store)
+        self.scheduler = Scheduler(
+            kv=PagedKVCache(BlockPool(num_blocks), config.block_size),
+            policy=make_policy(config),
+            max_tokens_per_step=config.max_tokens_per_step,
+            max_batch_size=config.max_batch_size,
+            max_model_len=self.max_model_len,
+            eos_token_ids=model.info.eos_token_ids,
+            seed=config.seed,
+        )
+        self.sampler = Sampler(vocab_size=model.info.vocab_size, eos_token_ids=model.info.eos_token_ids)
+        self._prompt_logprobs = PromptLogprobs()
+        logger.info("kv budget: blocks=%d block_size=%d bytes=%d", num_blocks, config.block_size, self.memory.kv_bytes)
+
+    @classmethod
+    def from_path(cls, path: Path, config: EngineConfig, progress: Progress | None = None) -> "EngineCore":
+        """Return an engine over the model in ``path``; ``progress`` is told what is done and how far, in [0, 1].
+
+        Raises: ``ModelLoadError``, ``ConfigError``.
+        """
+        config.validate()
+        device = _resolve_device(config.device)
+        dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
+        model = load_model(
+            path, dtype=dtype, device=device, load_format=config.load_format, seed=config.seed, progress=progress
+        )
+        return cls(model, config)
+
+    def add_request(
+        self, request_id: str, prompt_token_ids: SequenceOf[int], sampling_params: SamplingParams | None = None
+    ) -> None:
+        """Queue a request; nothing is allocated for it yet.
+
+        Raises: ``RequestError`` for a bad prompt, id or parameter, ``RequestTooLargeError`` if it can never be served.
+        """
+        params = SamplingParams() if sampling_params is None else sampling_params
+        if not request_id:
+            raise RequestError(f"request id is {request_id!r}; it must be a non-empty string", param="request_id")
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"sampling params are {type(params).__name__}; pass SamplingParams(...)")
+        prompt = self._checked_prompt(prompt_token_ids)
+        self.sampler.check_params(params)
+        self.scheduler.add(Request(request_id=request_id, prompt_token_ids=prompt, sampling_params=params))
+
+    def _checked_prompt(self, token_ids: SequenceOf[Any]) -> tuple[int, ...]:  # Any: a client's input
+        if isinstance(token_ids, str | bytes):
+            raise RequestError("prompt is text; the engine takes token ids, LLM takes text", param="prompt")
+        prompt = tuple(token_ids)
+        if not prompt:
+            raise RequestError("prompt has 0 tokens; it needs at least 1", param="prompt")
+        vocab_size = self.model.info.vocab_size
+        for token_id in prompt:
+            is_int = isinstance(token_id, Integral) and not isinstance(token_id, bool)
+            if not is_int or not 0 <= int(token_id) < vocab_size:
+                raise RequestError(
+                    f"prompt has token id {token_id!r}; this model has ids from 0 to {vocab_size - 1}", param="prompt"
+                )
+        return tuple(map(int, prompt))
+
+    def abort_request(self, request_id: str) -> bool:
+        """End a request; its terminal event comes with the next ``step``. False if it is unknown or over."""
+        self._prompt_logprobs.forget(request_id)
+        return self.scheduler.abort(request_id)
+
+    def has_pending_requests(self) -> bool:
+        """Return True while a request is unfinished or a terminal event is untold."""
+        return self.scheduler.has_unfinished
+
+    def step(self) -> list[StepOutput]:
+        """Run one step; return what each request got (nothing for progress-only rows).
+
+        Any exception leaves scheduler, cache and sequences as they were before the step.
+        """
+        with self.scheduler.step() as tx:
+            outputs = self._run(tx) if tx.plan.num_rows else []
+        return self.scheduler.take_events() + outputs
+
+    def _run(self, tx: StepTransaction) -> list[StepOutput]:
+        spans = self._prompt_logprobs.spans(tx.plan, tx.sequences)
+        extra = [i for s in spans for i in range(s.flat_start, s.flat_start + len(s.target_token_ids))]
+        batch = RaggedBatch.of(
+            tx.plan, tx.sequences, self.scheduler.kv, extra_logit_indices=extra, device=self.model.device
+        )
+        logits = self.runner.run(batch)
+        sampled = self._sample(logits[: batch.num_sampling_rows], tx)
+        scores = self._prompt_logprobs.score(self.sampler, logits[batch.num_sampling_rows :], spans)
+        outputs = tx.commit(sampled.token_ids, sampled.logprobs)
+        self._prompt_logprobs.record(spans, scores)
+        return self._prompt_logprobs.attach(outputs, tx.sequences)
+
+    def _sample(self, logits: torch.Tensor, tx: StepTransaction) -> SampledTokens:
+        rows = [_sampling_row(tx.sequences[i]) for i in tx.plan.sampling_row_ids]
+        return self.sampler.sample(logits, rows)
+
+    def stats(self) -> dict[str, Any]:
+        """Return counts and gauges, and what is requested and active of each optional feature (Any: JSON values)."""
+        scheduler, pool = self.scheduler, self.scheduler.kv.pool
+        by_status: dict[str, int] = {}
+        for seq in scheduler.sequences:
+            by_status[seq.status.value] = by_status.get(seq.status.value, 0) + 1
+        return {
+            **asdict(scheduler.counts),
+            "num_waiting": len(scheduler.waiting),
+            "num_running": len(scheduler.running),
+            "num_requests_by_status": by_status,
+            "kv_blocks_total": pool.num_blocks,
+            "kv_blocks_free": pool.num_free,
+            "kv_block_size_tokens": self.config.block_size,
+            "kv_bytes": self.memory.kv_bytes,
+            "max_model_len": self.max_model_len,
+            "features": self.features(),
+        }
+
+    def features(self) -> dict[str, dict[str, Any]]:
+        """Return requested, active and reason of each optional feature (Any: booleans or names)."""
+        is_chunked = self.config.enable_chunked_prefill
+        experts = self.model.experts
+        return {
+            "chunked_prefill": {"requested": is_chunked, "active": is_chunked, "reason": "as requested"},
+            "attention_backend": {
+                "requested": self.attention.requested,
+                "active": self.attention.active,
+                "reason": self.attention.reason,
+            },
+            "experts": {"requested": "resident", "active": "none", "reason": "the model's experts are its own code"}
+            if experts is None
+            else {"requested": "resident", "active": experts.name, "reason": "as requested", **experts.stats()},
+        }
+
+
+def _sampling_row(seq: Sequence) -> SamplingRow:
+    request = seq.request
+    return SamplingRow(request.sampling_params, request.prompt_token_ids, seq.output_token_ids, seq.seed)
+
+
+def _context_length(config: EngineConfig, model_context: int) -> int:
+    if config.max_model_len is None:
+        return model_context
+    if config.max_model_len > model_context:
+        raise ConfigError(
+            f"max_model_len is {config.max_model_len} but the model was made for {model_context} tokens; "
+            f"lower --max-model-len to {model_context}"
+        )
+    return config.max_model_len
+
+
+def _resolve_device(device: str) -> torch.device:
+    has_cuda = torch.cuda.is_available()
+    if device == "cuda" and not has_cuda:
+        raise ConfigError("device is cuda but torch finds no GPU; install a CUDA build of torch or use --device cpu")
+    return torch.device("cuda" if device != "cpu" and has_cuda else "cpu")
