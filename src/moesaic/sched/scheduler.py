@@ -289,7 +289,7 @@ class Scheduler:
         outputs, finished = [], []
         num_tokens = {c.seq_id: c.num_tokens for c in tx.plan.chunks}
         for seq_id, seq in tx.sequences.items():
-            if seq.is_finished:
+            if seq.status is SequenceStatus.CANCELLED:
                 continue
             if seq_id in num_tokens:
                 seq.advance_prefill(num_tokens[seq_id])
@@ -409,6 +409,8 @@ def _sampled(seq: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> St
         seq.move_to(SequenceStatus.FINISHED)
         return StepOutput(request.request_id, (), "length")
     reason = seq.append_token(token_id)
+    if reason is None and logprobs is None:
+        return StepOutput(request.request_id, (token_id,))
     if reason is not None:
         seq.move_to(SequenceStatus.FINISHED)
     stop_reason = token_id if reason == "stop" and token_id in request.sampling_params.stop_token_ids else None
