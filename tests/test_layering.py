@@ -48,7 +48,8 @@ LAYERS: tuple[tuple[str, bool, str], ...] = (
         True,
         "server.protocol server.errors server.replies server.logprobs server.vocabulary server.generation server.chat "
         "server.completions server.served_model server.app server.main server.sse server.auth "
-        "bench.workload bench.client bench.paired bench.report",
+        "bench.workload bench.client bench.paired bench.report bench.progress bench.timeline bench.peer bench.offline "
+        "bench.stall bench.planner bench.run demo.scene demo.run demo.show",
     ),
     ("command line", True, "cli"),
 )

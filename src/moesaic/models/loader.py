@@ -99,8 +99,8 @@ def read_config(path: Path) -> Any:
     if not isinstance(model_type, str):
         raise ModelLoadError(f"{path / 'config.json'} names no model_type; it is no transformers checkpoint")
     family_of(model_type)
-    if fields.get("quantization_config"):
-        method = fields["quantization_config"].get("quant_method", "unknown")
+    if quantization := fields.get("quantization_config"):
+        method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else "unknown"
         raise ModelLoadError(f"{path} holds {method} quantized weights, which are not supported; use a bf16 checkpoint")
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True)
@@ -235,6 +235,8 @@ def _load(path: Path, config: Any, dtype: torch.dtype, device: torch.device) -> 
             experts_implementation=IMPLEMENTATION,
             **({"device_map": {"": device}} if direct else {}),
         )
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
     except Exception as error:  # shape and conversion errors come as RuntimeError, ValueError and others
         raise ModelLoadError(
             f"the weights in {path} do not fit the {config.model_type} configuration: {error}"

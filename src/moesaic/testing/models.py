@@ -121,7 +121,7 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
         "num_experts": 8,
         "shared_expert_intermediate_size": 40,
         "mlp_layer_types": _SPARSE,
-        "num_attention_heads_per_layer": [4, 4, 4],
+        "num_attention_heads_per_layer": [4, 2, 4],
         "rope_parameters": _TWO_ROTARIES,
     },
     "mellum": _MOE | _WINDOWED | {"num_local_experts": 8, "rope_parameters": _TWO_ROTARIES},

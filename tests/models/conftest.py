@@ -1,0 +1,14 @@
+"""Tiny models gain nothing from threads, and on a busy machine threads that wait for each other cost minutes."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
