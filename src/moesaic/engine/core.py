@@ -107,6 +107,8 @@ class EngineCore:
         if not prompt:
             raise RequestError("prompt has 0 tokens; it needs at least 1", param="prompt")
         vocab_size = self.model.info.vocab_size
+        if set(map(type, prompt)) == {int} and min(prompt) >= 0 and max(prompt) < vocab_size:
+            return prompt  # at C speed: 100,000 ids must not hold up the running streams
         for token_id in prompt:
             is_int = isinstance(token_id, Integral) and not isinstance(token_id, bool)
             if not is_int or not 0 <= int(token_id) < vocab_size:

@@ -1,0 +1,112 @@
+"""The HTTP interface: routes and nothing else; the work is in the modules they call."""
+
+import contextlib
+import dataclasses
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+
+from moesaic import __version__
+from moesaic.config import EngineConfig
+from moesaic.engine.client import EngineClient
+from moesaic.server import errors
+from moesaic.server.chat import ChatWriter
+from moesaic.server.completions import CompletionWriter
+from moesaic.server.generation import respond
+from moesaic.server.protocol import ChatCompletionRequest, CompletionRequest, GenerationRequest
+from moesaic.server.replies import ChatCompletion, Completion, ErrorReply, ModelCard, ModelList, Reply
+from moesaic.server.served_model import ServedModel
+
+logger = logging.getLogger(__name__)
+
+_ERRORS: dict[int | str, dict[str, Any]] = {status: {"model": ErrorReply} for status in (400, 404, 500, 503)}
+
+
+def create_app(client: EngineClient, model: ServedModel, config: EngineConfig) -> FastAPI:
+    """Return the application over an engine; it starts ``client`` when it starts and closes it when it ends."""
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        await client.start()
+        try:
+            yield
+        finally:
+            await client.close()
+
+    # The pages of documentation load scripts from elsewhere; /openapi.json is all that is ours.
+    app = FastAPI(title="Moesaic", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    errors.install(app)
+    _add_generation(app, client, model)
+    _add_models(app, model)
+    _add_state(app, client, model, config)
+    return app
+
+
+def _add_generation(app: FastAPI, client: EngineClient, model: ServedModel) -> None:
+    unknown = UnknownFields()
+
+    @app.post("/v1/completions", response_model=Completion, responses=_ERRORS)
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        unknown.note(body)
+        return await respond(await CompletionWriter.of(body, model), client, request.receive)
+
+    @app.post("/v1/chat/completions", response_model=ChatCompletion, responses=_ERRORS)
+    async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:
+        unknown.note(body)
+        return await respond(await ChatWriter.of(body, model), client, request.receive)
+
+
+def _add_models(app: FastAPI, model: ServedModel) -> None:
+    @app.get("/v1/models", response_model=ModelList)
+    async def models() -> Response:
+        return _json(ModelList(object="list", data=[model.card(name) for name in model.names]))
+
+    # A path: names of models have slashes.
+    @app.get("/v1/models/{name:path}", response_model=ModelCard, responses=_ERRORS)
+    async def retrieve_model(name: str) -> Response:
+        return _json(model.card(name))
+
+
+def _add_state(app: FastAPI, client: EngineClient, model: ServedModel, config: EngineConfig) -> None:
+    @app.get("/health", responses={503: {"model": ErrorReply}})
+    async def health() -> dict[str, str]:
+        if (error := client.error) is not None:
+            raise error
+        return {"status": "ok"}
+
+    @app.get("/v1/stats", responses=_ERRORS)
+    async def stats() -> dict[str, Any]:
+        return await client.stats()
+
+    @app.get("/v1/config", responses=_ERRORS)
+    async def settings() -> dict[str, Any]:
+        features = (await client.stats())["features"]
+        served = {"names": model.names, "root": model.root, "max_model_len": model.max_model_len}
+        sampling = {"sampling_defaults": dict(model.defaults)}
+        return {"model": served | sampling, "config": dataclasses.asdict(config), "features": features}
+
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        return {"version": __version__}
+
+
+class UnknownFields:
+    """Logs each field that clients send and no one reads, once; not for ever, since clients choose the names."""
+
+    MOST = 64
+
+    def __init__(self) -> None:
+        self._seen: set[str] = set()
+
+    def note(self, body: GenerationRequest) -> None:
+        """Log the names in ``body`` that are new."""
+        for name in body.unknown_fields():
+            if name not in self._seen and len(self._seen) < self.MOST:
+                self._seen.add(name)
+                logger.info("unknown request field ignored: name=%.80r", name)
+
+
+def _json(reply: Reply) -> Response:
+    return Response(reply.json_bytes(), media_type="application/json")

@@ -1,0 +1,129 @@
+"""From a model's name to a server on a port."""
+
+import contextlib
+import socket
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+from moesaic import __version__
+from moesaic.config import EngineConfig
+from moesaic.engine.client import ThreadEngineClient
+from moesaic.engine.core import EngineCore
+from moesaic.errors import ConfigError
+from moesaic.models.loader import load_tokenizer, resolve_model_path
+from moesaic.server.app import create_app
+from moesaic.server.served_model import ServedModel, read_defaults
+
+DRAIN_S = 5
+"""How long running replies may go on after a signal to stop, in seconds."""
+
+
+def serve(
+    model: str,
+    config: EngineConfig,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    served_model_names: tuple[str, ...] = (),
+) -> None:
+    """Load ``model`` and serve it until a signal ends the process; ``port`` 0 takes a free one.
+
+    Raises: ``ConfigError`` (also for an address that cannot be bound, before anything is loaded), ``ModelLoadError``.
+    """
+    console = Console(stderr=True, highlight=False)
+    with _bound(host, port) as listener:
+        with _progress(console) as report:
+            app, core = load_app(model, config, served_model_names=served_model_names, progress=report)
+        listener.listen()  # before the address is shown: who reads it may connect at once
+        console.print(startup_block(model, core.stats(), _url(listener)), markup=False)
+        # Loading is over and the core is the engine's from here on.
+        server = uvicorn.Server(
+            uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=DRAIN_S)
+        )
+        with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises it again when all is shut down
+            server.run(sockets=[listener])
+
+
+def load_app(
+    model: str,
+    config: EngineConfig,
+    *,
+    served_model_names: tuple[str, ...] = (),
+    progress: Callable[[str, float], None] | None = None,
+) -> tuple[FastAPI, EngineCore]:
+    """Return the application over a loaded model, and its core, to be read until the application starts."""
+    path = resolve_model_path(model, progress=progress)
+    core = EngineCore.from_path(path, config, progress)
+    served = ServedModel(
+        names=served_model_names or (model,),
+        root=str(path) if Path(model).is_dir() else model,
+        max_model_len=core.max_model_len,
+        tokenizer=load_tokenizer(path),
+        defaults=read_defaults(path),
+    )
+    return create_app(ThreadEngineClient(core, load_tokenizer(path)), served, config), core
+
+
+def startup_block(model: str, stats: Mapping[str, Any], url: str) -> str:
+    """Return what an operator wants to see at start-up: the model, the KV budget, the features, where to go.
+
+    ``stats`` are the engine's (Any: JSON values).
+    """
+    blocks, size = stats["kv_blocks_total"], stats["kv_block_size_tokens"]
+    mib = stats["kv_bytes"] / 2**20
+    rows = [
+        ("model", f"{model}, context {stats['max_model_len']} tokens"),
+        ("KV", f"{blocks} blocks of {size} tokens = {blocks * size} tokens, {mib:.0f} MiB"),
+        *((name.replace("_", " "), _feature(feature)) for name, feature in stats["features"].items()),
+        ("URL", f"{url}/v1"),
+    ]
+    width = max(len(name) for name, _ in rows)
+    return "\n".join([f"Moesaic {__version__}", *(f"  {name:<{width}}  {text}" for name, text in rows)])
+
+
+def _feature(feature: Mapping[str, Any]) -> str:
+    requested, active = _shown(feature["requested"]), _shown(feature["active"])
+    asked = "" if requested == active else f" (requested: {requested})"
+    return f"{active}{asked}: {feature['reason']}"
+
+
+def _shown(value: bool | str) -> str:
+    return {True: "on", False: "off"}.get(value, str(value)) if isinstance(value, bool) else value
+
+
+@contextlib.contextmanager
+def _bound(host: str, port: int) -> Iterator[socket.socket]:
+    """Bind before loading: a port that is taken must not cost the time to load. Until then connections are refused."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((host, port))
+        except (OSError, OverflowError) as error:
+            raise ConfigError(f"cannot listen on {host}:{port} ({error}); choose another --host or --port") from error
+        yield listener
+
+
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+@contextlib.contextmanager
+def _progress(console: Console) -> Iterator[Callable[[str, float], None]]:
+    """Show the stages of loading as bars that vanish when all is loaded."""
+    columns = TextColumn("{task.description}"), BarColumn()
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
+        tasks: dict[str, Any] = {}
+
+        def report(what: str, fraction: float) -> None:
+            if what not in tasks:
+                tasks[what] = bars.add_task(what, total=1.0)
+            bars.update(tasks[what], completed=fraction)
+
+        yield report

@@ -1,0 +1,278 @@
+"""What clients may send: the OpenAI request bodies with the extensions that other servers have as well.
+
+Ranges are judged by ``SamplingParams``, which the offline API shares; here are names, types and what is refused.
+"""
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, StrictStr
+
+from moesaic.errors import RequestError
+from moesaic.request import SamplingParams
+
+MAX_CHOICES = 128
+"""Largest ``n``: as many requests come from one body, and OpenAI's own limit is the same."""
+
+Defaults = Mapping[str, float | int]
+"""Sampling parameters that the model itself proposes, by their name in ``SamplingParams``."""
+
+UNSUPPORTED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
+    {
+        "add_generation_prompt": (None, True),
+        "allowed_token_ids": (None,),
+        "audio": (None,),
+        "bad_words": (None, []),
+        "best_of": (None, 1),
+        "chat_template": (None,),
+        "chat_template_kwargs": (None, {}),
+        "continue_final_message": (None, False),
+        "documents": (None, []),
+        "function_call": (None, "none"),
+        "functions": (None, []),
+        "grammar": (None,),
+        "guided_choice": (None,),
+        "guided_grammar": (None,),
+        "guided_json": (None,),
+        "guided_regex": (None,),
+        "json_schema": (None,),
+        "length_penalty": (None, 1.0),
+        "modalities": (None, ["text"]),
+        "prompt_embeds": (None,),
+        "reasoning_effort": (None,),
+        "regex": (None,),
+        "response_format": (None, {"type": "text"}),
+        "structured_outputs": (None,),
+        "suffix": (None, ""),
+        "truncate_prompt_tokens": (None,),
+        "use_beam_search": (None, False),
+        "web_search_options": (None,),
+    }
+)
+"""Fields that change the answer and are not supported, with the values that ask for nothing."""
+
+
+def _checked_prompt(value: Any) -> Any:
+    """One message instead of pydantic's one per alternative (Any: what the client sent)."""
+    entries = value if isinstance(value, list) else [value]
+    kinds = {type(entry) for entry in entries}
+    if len(kinds) != 1 or (kinds == {list} and not all(type(i) is int for entry in entries for i in entry)):
+        raise ValueError(_PROMPT_SHAPES)
+    if not isinstance(value, str) and kinds not in ({str}, {int}, {list}):
+        raise ValueError(_PROMPT_SHAPES)
+    return value
+
+
+_PROMPT_SHAPES = "must be a text, a list of texts, a list of token ids or a list of such lists, and not empty"
+
+
+class StreamOptions(BaseModel):
+    """What a stream tells besides its text."""
+
+    include_usage: StrictBool | None = None
+    continuous_usage_stats: StrictBool | None = None
+
+
+class GenerationRequest(BaseModel):
+    """The fields that completions and chat share. None means the model's own default."""
+
+    model_config = ConfigDict(extra="allow")  # unknown fields are named in the log, not refused
+
+    model: StrictStr | None = None
+    max_tokens: StrictInt | None = None
+    min_tokens: StrictInt | None = None
+    temperature: StrictFloat | None = None
+    top_p: StrictFloat | None = None
+    top_k: StrictInt | None = None
+    min_p: StrictFloat | None = None
+    presence_penalty: StrictFloat | None = None
+    frequency_penalty: StrictFloat | None = None
+    repetition_penalty: StrictFloat | None = None
+    logit_bias: dict[str, StrictFloat] | None = None
+    seed: StrictInt | None = None
+    stop: StrictStr | list[StrictStr] | None = None
+    stop_token_ids: list[StrictInt] | None = None
+    ignore_eos: StrictBool | None = None
+    include_stop_str_in_output: StrictBool | None = None
+    skip_special_tokens: StrictBool | None = None
+    prompt_logprobs: StrictInt | None = None
+    n: Annotated[StrictInt, Field(ge=1, le=MAX_CHOICES)] | None = None
+    stream: StrictBool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: StrictBool | None = None
+    user: StrictStr | None = None
+
+    @property
+    def num_choices(self) -> int:
+        return self.n or 1
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether the stream ends with a usage chunk."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def includes_running_usage(self) -> bool:
+        """Whether each chunk has the usage so far."""
+        options = self.stream_options
+        return bool(options and options.include_usage and options.continuous_usage_stats)
+
+    def unknown_fields(self) -> tuple[str, ...]:
+        """Return the names of fields that no one here reads."""
+        return tuple(name for name in self.model_extra or {} if name not in UNSUPPORTED)
+
+    def check(self) -> None:
+        """Return if nothing is asked for that would be left out of the answer.
+
+        Raises: ``RequestError`` naming the field.
+        """
+        for name, value in (self.model_extra or {}).items():
+            if name in UNSUPPORTED and value not in UNSUPPORTED[name]:
+                raise RequestError(f"{name} is not supported; leave it out", param=name)
+        if self.stream and self.prompt_logprobs is not None:
+            raise RequestError("prompt_logprobs has no place in a stream; set stream to false", param="prompt_logprobs")
+        if self.stream_options is not None and not self.stream:
+            raise RequestError("stream_options is set but stream is not true; leave one out", param="stream_options")
+
+    def params_per_choice(self, defaults: Defaults) -> list[SamplingParams]:
+        """Return the parameters of the ``n`` requests for one prompt; they differ in their seeds alone.
+
+        Raises: ``RequestError`` in the words of the client.
+        """
+        asked = {name: value for name in _SAMPLING_FIELDS if (value := getattr(self, name)) is not None}
+        fields = {**defaults, **asked, **self.special_params()}
+        if self.logit_bias is not None:
+            fields["logit_bias"] = {_token_id(key): value for key, value in self.logit_bias.items()}
+        seeds = [None if self.seed is None else self.seed + i for i in range(self.num_choices)]
+        try:
+            return [SamplingParams(**fields, seed=seed) for seed in seeds]
+        except RequestError as error:
+            raise RequestError(str(error), param=self.client_names().get(error.param or "", error.param)) from error
+
+    def special_params(self) -> dict[str, Any]:
+        """Return sampling parameters whose fields the endpoints spell differently (Any: of several types)."""
+        raise NotImplementedError
+
+    def client_names(self) -> dict[str, str]:
+        """Return what this endpoint calls the parameters that have another name in ``SamplingParams``."""
+        return {}
+
+
+_SAMPLING_FIELDS = (
+    "min_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "include_stop_str_in_output",
+    "skip_special_tokens",
+    "prompt_logprobs",
+)
+
+
+class CompletionRequest(GenerationRequest):
+    """The body of ``POST /v1/completions``."""
+
+    prompt: Annotated[str | list[str] | list[int] | list[list[int]], BeforeValidator(_checked_prompt)]
+    echo: StrictBool | None = None
+    logprobs: StrictInt | None = None
+    add_special_tokens: StrictBool = True
+
+    @property
+    def prompts(self) -> Sequence[str | list[int]]:
+        """The prompts one by one."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if isinstance(self.prompt[0], int):
+            return [self.prompt]
+        return self.prompt
+
+    def special_params(self) -> dict[str, Any]:
+        params: dict[str, Any] = {"max_tokens": 16 if self.max_tokens is None else self.max_tokens}
+        if self.logprobs is not None:
+            params["logprobs"] = self.logprobs
+            if self.echo and self.prompt_logprobs is None:
+                params["prompt_logprobs"] = self.logprobs
+        return params
+
+
+class TextPart(BaseModel):
+    """One part of a message; only text is known here."""
+
+    type: StrictStr
+    text: StrictStr | None = None
+
+
+class ChatMessage(BaseModel):
+    """One message. Further fields (name, tool_calls, ...) go to the template as they are."""
+
+    model_config = ConfigDict(extra="allow")
+
+    role: StrictStr
+    content: StrictStr | list[TextPart] | None = None
+
+
+class ChatCompletionRequest(GenerationRequest):
+    """The body of ``POST /v1/chat/completions``."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    max_completion_tokens: StrictInt | None = None
+    logprobs: StrictBool | None = None
+    top_logprobs: StrictInt | None = None
+    tools: list[Any] | None = None
+    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+
+    def check(self) -> None:
+        super().check()
+        if self.tools and self.tool_choice != "none":
+            raise RequestError('tools are not supported; leave them out or set tool_choice to "none"', param="tools")
+        if self.tool_choice not in (None, "none", "auto"):
+            raise RequestError("tool_choice is not supported; leave it out", param="tool_choice")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise RequestError("top_logprobs is set but logprobs is not true; set it", param="top_logprobs")
+
+    def special_params(self) -> dict[str, Any]:
+        limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        params: dict[str, Any] = {"max_tokens": limit}
+        if self.logprobs:
+            params["logprobs"] = self.top_logprobs or 0
+        return params
+
+    def client_names(self) -> dict[str, str]:
+        limit = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+        return {"logprobs": "top_logprobs", "max_tokens": limit}
+
+    def template_messages(self) -> list[dict[str, Any]]:
+        """Return the messages as chat templates take them: content is one text, the parts on lines of their own.
+
+        Raises: ``RequestError`` for a part that is no text and for a message without content.
+        """
+        return [_template_message(i, message) for i, message in enumerate(self.messages)]
+
+
+def _template_message(index: int, message: ChatMessage) -> dict[str, Any]:
+    fields = message.model_dump(exclude={"content"}, exclude_none=True)
+    content = message.content
+    if isinstance(content, list):
+        for part in content:
+            if part.type != "text" or part.text is None:
+                raise RequestError(
+                    f"messages[{index}] has a part of type {part.type!r}; this model takes text only", param="messages"
+                )
+        content = "\n".join(part.text or "" for part in content)
+    if content is None and not fields.get("tool_calls"):
+        raise RequestError(f"messages[{index}] ({message.role}) has no content; give it a text", param="messages")
+    return {**fields, "content": content}
+
+
+def _token_id(key: str) -> int:
+    if not key.isdecimal():
+        raise RequestError(f"logit_bias has the key {key!r}; its keys are token ids", param="logit_bias")
+    return int(key)

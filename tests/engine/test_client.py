@@ -1,0 +1,289 @@
+"""The engine's thread serves every waiter or tells it why not."""
+
+import asyncio
+import queue
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moesaic.config import EngineConfig
+from moesaic.engine.client import DeltaStream, Submission, ThreadEngineClient
+from moesaic.engine.core import EngineCore
+from moesaic.engine.loop import AddRequests, Answer, Command, EngineLoop, Event, NewRequest, Stop
+from moesaic.engine.outputs import OutputProcessor, TextDelta
+from moesaic.errors import EngineDeadError, RequestError
+from moesaic.models.hf import HFCausalLM
+from moesaic.models.loader import load_model
+from moesaic.request import SamplingParams, StepOutput
+
+PROMPTS = ((72, 101, 108), (10, 20, 30, 40, 50), (7,))
+CONFIG = EngineConfig(device="cpu", num_kv_blocks=512, enable_chunked_prefill=True)
+
+
+class FailingCore(EngineCore):
+    """A core whose device is lost in its fifth step with ``num_requests`` requests."""
+
+    num_requests = 1
+    num_steps = 0
+
+    def step(self) -> list[StepOutput]:
+        self.num_steps += len(self.scheduler.sequences) == self.num_requests
+        if self.num_steps == 5:
+            raise RuntimeError("device lost")
+        return super().step()
+
+
+@pytest.fixture(scope="module")
+def model(tiny_dir: Path) -> HFCausalLM:
+    return load_model(tiny_dir)
+
+
+def run(
+    core: EngineCore, scenario: Callable[[ThreadEngineClient], Awaitable[Any]]
+) -> Any:  # Any: what the scenario returns
+    """Run ``scenario`` with a started client, close it, and check that no exception was lost on the way."""
+    lost: list[dict[str, Any]] = []
+
+    async def body() -> Any:
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: lost.append(context))
+        client = ThreadEngineClient(core, None)
+        await client.start()
+        try:
+            return await scenario(client)
+        finally:
+            await client.close()
+
+    result = asyncio.run(body())
+    assert lost == []
+    return result
+
+
+def submission(prompt: tuple[int, ...] = PROMPTS[0], max_tokens: int = 8, **params: Any) -> Submission:
+    chosen = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, **params)
+    return Submission(prompt_token_ids=prompt, sampling_params=chosen)
+
+
+async def tokens_of(stream: DeltaStream) -> dict[str, tuple[int, ...]]:
+    tokens: dict[str, tuple[int, ...]] = dict.fromkeys(stream.request_ids, ())
+    async with stream:
+        async for delta in stream:
+            tokens[delta.request_id] += delta.token_ids
+    return tokens
+
+
+async def all_blocks_free(client: ThreadEngineClient) -> bool:
+    stats = await client.stats()
+    return bool(stats["kv_blocks_free"] == stats["kv_blocks_total"]) and stats["num_running"] == 0
+
+
+async def _until_dead(stream: DeltaStream) -> AsyncIterator[int]:
+    try:
+        async for delta in stream:
+            for token_id in delta.token_ids:
+                yield token_id
+    except EngineDeadError:
+        return
+
+
+def offline(core: EngineCore, prompts: Iterable[tuple[int, ...]], max_tokens: int = 8) -> list[tuple[int, ...]]:
+    tokens: dict[str, tuple[int, ...]] = {}
+    for prompt in prompts:
+        one = submission(prompt, max_tokens)
+        core.add_request(str(len(tokens)), prompt, one.sampling_params)
+        tokens[str(len(tokens))] = ()
+    while core.has_pending_requests():
+        for output in core.step():
+            tokens[output.request_id] += output.new_token_ids
+    return list(tokens.values())
+
+
+def test_streams_give_the_tokens_of_the_core(model: HFCausalLM) -> None:
+    async def scenario(client: ThreadEngineClient) -> list[tuple[int, ...]]:
+        streams = [await client.submit(submission(prompt)) for prompt in PROMPTS]
+        found = await asyncio.gather(*map(tokens_of, streams))
+        assert await all_blocks_free(client)
+        return [tokens for one in found for tokens in one.values()]
+
+    assert run(EngineCore(model, CONFIG), scenario) == offline(EngineCore(model, CONFIG), PROMPTS)
+
+
+def test_one_submission_of_many_requests_is_one_stream_in_their_order(model: HFCausalLM) -> None:
+    async def scenario(client: ThreadEngineClient) -> list[tuple[int, ...]]:
+        return list((await tokens_of(await client.submit(*map(submission, PROMPTS)))).values())
+
+    assert run(EngineCore(model, CONFIG), scenario) == offline(EngineCore(model, CONFIG), PROMPTS)
+
+
+def test_a_bad_request_is_refused_to_its_submitter_alone(model: HFCausalLM) -> None:
+    async def scenario(client: ThreadEngineClient) -> None:
+        good = await client.submit(submission())
+        with pytest.raises(RequestError, match="99999") as caught:
+            await client.submit(submission((99999,)))
+        assert caught.value.param == "prompt"
+        assert len((await tokens_of(good))[good.request_ids[0]]) == 8
+        assert client.is_healthy
+
+    run(EngineCore(model, CONFIG), scenario)
+
+
+def test_one_bad_request_of_a_submission_refuses_all_of_it(model: HFCausalLM) -> None:
+    async def scenario(client: ThreadEngineClient) -> None:
+        with pytest.raises(RequestError):
+            await client.submit(submission(), submission((99999,)))
+        with pytest.raises(RequestError, match="no tokenizer"):
+            await client.submit(submission(), submission(stop="x"))
+        assert await all_blocks_free(client)
+
+    run(EngineCore(model, CONFIG), scenario)
+
+
+def test_leaving_a_stream_early_frees_its_blocks_and_leaves_the_others_alone(model: HFCausalLM) -> None:
+    async def scenario(client: ThreadEngineClient) -> list[tuple[int, ...]]:
+        stays = await client.submit(submission(PROMPTS[1], 40))
+        async with await client.submit(submission(max_tokens=4000)) as leaves:
+            async for _ in leaves:
+                break
+        assert [delta async for delta in leaves] == []
+        tokens = await tokens_of(stays)
+        assert await all_blocks_free(client)
+        return list(tokens.values())
+
+    assert run(EngineCore(model, CONFIG), scenario) == offline(EngineCore(model, CONFIG), [PROMPTS[1]], 40)
+
+
+def test_closing_a_stream_wakes_its_reader(model: HFCausalLM) -> None:
+    async def scenario(client: ThreadEngineClient) -> None:
+        stream = await client.submit(submission(max_tokens=4000))
+        reader = asyncio.create_task(tokens_of(stream))
+        await asyncio.sleep(0)
+        await stream.aclose()
+        await reader
+
+    run(EngineCore(model, CONFIG), scenario)
+
+
+def test_a_cancelled_submitter_leaves_nothing_behind(model: HFCausalLM) -> None:
+    async def scenario(client: ThreadEngineClient) -> None:
+        task = asyncio.create_task(client.submit(submission(max_tokens=4000)))
+        await asyncio.sleep(0)  # the command is on its way now
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert await all_blocks_free(client)
+
+    run(EngineCore(model, CONFIG), scenario)
+
+
+def test_an_aborted_request_ends_with_a_last_delta(model: HFCausalLM) -> None:
+    async def scenario(client: ThreadEngineClient) -> TextDelta:
+        stream = await client.submit(submission(max_tokens=4000))
+        client.abort([*stream.request_ids, "unknown"])
+        return [delta async for delta in stream][-1]
+
+    last = run(EngineCore(model, CONFIG), scenario)
+    assert last.finish_reason == "abort"
+    assert last.output is not None
+
+
+def test_a_dead_engine_tells_every_waiter_why(model: HFCausalLM) -> None:
+    async def scenario(client: ThreadEngineClient) -> None:
+        streams = [await client.submit(submission(prompt, 100)) for prompt in PROMPTS]
+        for stream in streams:
+            with pytest.raises(EngineDeadError, match="device lost") as caught:
+                await tokens_of(stream)
+            assert isinstance(caught.value.__cause__, RuntimeError)
+        assert not client.is_healthy
+        assert isinstance(client.error, EngineDeadError)
+        with pytest.raises(EngineDeadError, match="device lost"):
+            await client.submit(submission())
+        with pytest.raises(EngineDeadError, match="device lost"):
+            await client.stats()
+
+    core = FailingCore(model, CONFIG)
+    core.num_requests = len(PROMPTS)
+    run(core, scenario)
+
+
+def test_an_engine_that_dies_with_a_command_tells_its_sender(model: HFCausalLM) -> None:
+    class NoStats(EngineCore):
+        def stats(self) -> dict[str, Any]:
+            raise KeyError("lost")
+
+    async def scenario(client: ThreadEngineClient) -> None:
+        with pytest.raises(EngineDeadError, match="lost"):
+            await client.stats()
+
+    run(NoStats(model, CONFIG), scenario)
+
+
+def test_what_came_before_the_death_is_still_read(model: HFCausalLM) -> None:
+    async def scenario(client: ThreadEngineClient) -> list[int]:
+        stream = await client.submit(submission(max_tokens=100))
+        tokens = [token async for token in _until_dead(stream)]
+        assert [delta async for delta in stream] == []
+        return tokens
+
+    assert len(run(FailingCore(model, CONFIG), scenario)) == 4
+
+
+def test_close_ends_what_is_unfinished_and_refuses_what_comes_later(model: HFCausalLM) -> None:
+    async def scenario(client: ThreadEngineClient) -> None:
+        stream = await client.submit(submission(max_tokens=4000))
+        await client.close()
+        await client.close()
+        assert [delta.finish_reason async for delta in stream][-1] == "abort"
+        assert not client.is_healthy
+        with pytest.raises(EngineDeadError, match="closed"):
+            await client.submit(submission())
+
+    run(EngineCore(model, CONFIG), scenario)
+
+
+def test_a_client_that_was_not_started_refuses_requests(model: HFCausalLM) -> None:
+    client = ThreadEngineClient(EngineCore(model, CONFIG), None)
+    assert not client.is_healthy
+    with pytest.raises(EngineDeadError, match="start"):
+        asyncio.run(client.submit(submission()))
+    asyncio.run(client.close())
+
+
+def test_the_thread_ends_when_its_event_loop_is_gone(model: HFCausalLM) -> None:
+    before = set(threading.enumerate())
+
+    async def body() -> None:
+        client = ThreadEngineClient(EngineCore(model, CONFIG), None)
+        await client.start()
+        await client.submit(submission(max_tokens=4000))
+
+    asyncio.run(body())
+    for thread in set(threading.enumerate()) - before:
+        thread.join(timeout=60)
+        assert not thread.is_alive()
+
+
+def test_each_step_is_reported_in_one_piece(model: HFCausalLM) -> None:
+    commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+    rounds: list[list[Event]] = []
+
+    def emit(events: list[Event]) -> None:
+        rounds.append(events)
+        if any(isinstance(event, TextDelta) and event.finish_reason for event in events):
+            commands.put(Stop())
+
+    requests = (
+        NewRequest(
+            request_id=str(i),
+            prompt=None,
+            prompt_token_ids=prompt,
+            sampling_params=submission().sampling_params,
+            arrival_s=0.0,
+        )
+        for i, prompt in enumerate(PROMPTS)
+    )
+    commands.put(AddRequests(0, tuple(requests)))
+    EngineLoop(EngineCore(model, CONFIG), OutputProcessor(None), commands, emit).run()
+    assert rounds[0][0] == Answer(0)
+    assert [len(events) for events in rounds] == [1 + len(PROMPTS)] + 7 * [len(PROMPTS)]
