@@ -1,0 +1,258 @@
+"""The command line. Engine flags are made from the fields of ``EngineConfig``."""
+
+import inspect
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, get_args
+
+import typer
+
+from moesaic.config import ConfigField, EngineConfig, config_fields
+from moesaic.errors import MoesaicError
+
+if TYPE_CHECKING:
+    from moesaic.bench.run import Bench
+
+app = typer.Typer(
+    name="moesaic",
+    help="Serve mixture-of-experts models; long prompts never freeze the running streams.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+ModelArgument = Annotated[str, typer.Argument(help="A local directory, a hub id, or built in: smol, tiny.")]
+
+
+@app.callback()
+def _options() -> None:
+    """Serve mixture-of-experts models; long prompts never freeze the running streams."""
+
+
+def with_engine_flags(command: Callable[..., None]) -> Callable[..., None]:
+    """Return ``command`` with its ``config`` parameter replaced by one flag per field of ``EngineConfig``."""
+    signature = inspect.signature(command)
+    own = [p for p in signature.parameters.values() if p.name != "config"]
+    flags = [_parameter(field) for field in config_fields()]
+
+    def run(**values: Any) -> None:  # Any: typer has parsed each by its own annotation
+        settings = {f.name: values.pop(f.name) for f in config_fields()}
+        command(**values, config=EngineConfig(**settings))
+
+    run.__signature__ = signature.replace(parameters=[*own, *flags])  # type: ignore[attr-defined]  # typer reads it
+    run.__doc__, run.__name__ = command.__doc__, command.__name__
+    return run
+
+
+def _parameter(field: ConfigField) -> inspect.Parameter:
+    names = [field.flag, f"--no-{field.flag[2:]}"] if field.hint is bool else [field.flag]
+    flag = "/".join(names)
+    choices = get_args(field.hint)
+    is_choice = bool(choices) and all(isinstance(c, str) for c in choices)
+    help_text = f"{field.help} One of: {', '.join(choices)}." if is_choice else field.help
+    option = typer.Option(flag, help=help_text, envvar=f"MOESAIC_{field.name.upper()}", rich_help_panel="Engine")
+    hint = str if is_choice else field.hint
+    return inspect.Parameter(
+        field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=Annotated[hint, option]
+    )
+
+
+@app.command()
+@with_engine_flags
+def generate(
+    model: ModelArgument,
+    prompt: Annotated[list[str], typer.Argument(help="One or more prompts.")],
+    *,
+    max_tokens: Annotated[int, typer.Option(help="Most output tokens.")] = 64,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    chat: Annotated[bool, typer.Option("--chat/--no-chat", help="Render prompts with the chat template.")] = False,
+    config: EngineConfig,
+) -> None:
+    """Answer prompts and print the answers."""
+    import dataclasses
+
+    from moesaic.engine.llm import LLM
+    from moesaic.request import SamplingParams
+
+    llm = LLM(model, **{f.name: getattr(config, f.name) for f in dataclasses.fields(config)})
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature)
+    inputs = [llm.render_chat([{"role": "user", "content": p}]) for p in prompt] if chat else prompt
+    for text, output in zip(prompt, llm.generate(inputs, params), strict=True):
+        typer.echo(f"{text}\n  -> {output.text} [{output.finish_reason}, {len(output.token_ids)} tokens]")
+
+
+@app.command()
+@with_engine_flags
+def serve(
+    model: ModelArgument,
+    *,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.")] = 8000,
+    served_model_name: Annotated[
+        list[str] | None, typer.Option(help="Name that clients send as model; repeatable; the default is MODEL.")
+    ] = None,
+    config: EngineConfig,
+) -> None:
+    """Serve a model over HTTP, as OpenAI's API does."""
+    from moesaic.server.main import serve as run_server
+
+    run_server(model, config, host=host, port=port, served_model_names=tuple(served_model_name or ()))
+
+
+@app.command()
+def demo(
+    *,
+    model: Annotated[str, typer.Option(help="smol, tiny, or another chat model.")] = "smol",
+    streams: Annotated[int, typer.Option(help="Chat streams that run when the document arrives.")] = 6,
+    max_tokens: Annotated[int, typer.Option(help="Most output tokens of each stream.")] = 40,
+    chunk_size: Annotated[int, typer.Option(help="Most document tokens in one step when chunking is on.")] = 128,
+) -> None:
+    """Run chat streams and a long document on this machine's CPU, with chunked prefill off and on."""
+    from rich.console import Console
+
+    from moesaic.bench.progress import StageProgress
+
+    console = Console()
+    with StageProgress(console) as progress:
+        progress("load PyTorch", 0.0)
+        from moesaic.demo.run import run_demo
+        from moesaic.demo.scene import DemoSettings
+        from moesaic.demo.show import show_runs
+
+        settings = DemoSettings(model=model, num_streams=streams, max_tokens=max_tokens, chunk_size=chunk_size)
+        runs = run_demo(settings, progress)
+    show_runs(runs, console)
+
+
+bench_app = typer.Typer(help="Benchmarks on this machine's CPU; without a name, all of them in turn.")
+app.add_typer(bench_app, name="bench", invoke_without_command=True)
+
+JsonOption = Annotated[Path | None, typer.Option("--json", help="Write settings and every sample to this file.")]
+PairsOption = Annotated[int | None, typer.Option("--pairs", min=1, help="Runs of each arm, in turns.")]
+ThreadsOption = Annotated[int | None, typer.Option(min=1, help="Threads of every arm; the default is PyTorch's.")]
+
+
+@bench_app.callback()
+def bench(context: typer.Context, *, json: JsonOption = None, threads: ThreadsOption = None) -> None:
+    """Measure on this machine's CPU; without a command, everything in turn."""
+    if context.invoked_subcommand is not None:
+        return
+
+    def all_benches() -> list["Bench"]:
+        from moesaic.bench.offline import OfflineSettings, run_offline
+        from moesaic.bench.planner import PlannerSettings, run_planner
+        from moesaic.bench.stall import StallSettings, run_stall
+
+        return [
+            partial(run_planner, PlannerSettings()),
+            partial(run_offline, OfflineSettings.for_model("tiny")),
+            partial(run_offline, OfflineSettings.for_model("smol")),
+            partial(run_stall, StallSettings()),
+        ]
+
+    _run_benches(all_benches, json, threads)
+
+
+@bench_app.command("offline")
+def bench_offline(
+    *,
+    model: Annotated[list[str] | None, typer.Option(help="Repeatable; the default is tiny and smol.")] = None,
+    num_prompts: Annotated[int | None, typer.Option(min=1, help="Prompts, of 1 to 300 tokens each.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Output tokens of each prompt.")] = None,
+    max_tokens_per_step: Annotated[int | None, typer.Option(help="Token budget of one step, in both arms.")] = None,
+    pairs: PairsOption = None,
+    threads: ThreadsOption = None,
+    json: JsonOption = None,
+) -> None:
+    """Compare offline throughput with transformers' own continuous batching."""
+
+    def benches() -> list["Bench"]:
+        from moesaic.bench.offline import OfflineSettings, run_offline
+
+        changes = _given(
+            num_prompts=num_prompts, max_tokens=max_tokens, max_tokens_per_step=max_tokens_per_step, num_pairs=pairs
+        )
+        names = model or ["tiny", "smol"]
+        return [partial(run_offline, OfflineSettings.for_model(name, **changes)) for name in names]
+
+    _run_benches(benches, json, threads)
+
+
+@bench_app.command("stall")
+def bench_stall(
+    *,
+    model: Annotated[str, typer.Option(help="smol, tiny, a directory or a hub id.")] = "smol",
+    streams: Annotated[int | None, typer.Option(min=1, help="Streams that run when the prompt arrives.")] = None,
+    prompt_tokens: Annotated[int | None, typer.Option(min=1, help="Length of the prompt that arrives.")] = None,
+    chunk_size: Annotated[int | None, typer.Option(help="prefill_chunk_size when chunking is on.")] = None,
+    pairs: PairsOption = None,
+    threads: ThreadsOption = None,
+    json: JsonOption = None,
+) -> None:
+    """Measure the stall of running streams when a long prompt arrives, with chunking off and on."""
+
+    def benches() -> list["Bench"]:
+        from moesaic.bench.stall import StallSettings, run_stall
+
+        changes = _given(num_streams=streams, prompt_tokens=prompt_tokens, chunk_size=chunk_size, num_pairs=pairs)
+        return [partial(run_stall, StallSettings(model=model, **changes))]
+
+    _run_benches(benches, json, threads)
+
+
+@bench_app.command("planner")
+def bench_planner(
+    *,
+    rows: Annotated[list[int] | None, typer.Option(min=1, help="Decode rows in a step; repeatable.")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Measured steps for each number of rows.")] = None,
+    json: JsonOption = None,
+) -> None:
+    """Measure planning and commit of a step, without any model."""
+
+    def benches() -> list["Bench"]:
+        from moesaic.bench.planner import PlannerSettings, run_planner
+
+        changes = _given(num_decode_rows=tuple(rows) if rows else None, num_steps=steps)
+        return [partial(run_planner, PlannerSettings(**changes))]
+
+    _run_benches(benches, json, None)
+
+
+def _given(**options: Any) -> dict[str, Any]:  # Any: fields of settings, each of its own type
+    """Return the options that were given; defaults are those of the settings."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _run_benches(benches: Callable[[], Iterable["Bench"]], json: Path | None, threads: int | None) -> None:
+    """Run what ``benches`` returns; it is called once something is on the screen, as its imports take seconds."""
+    from rich.console import Console
+
+    from moesaic.bench.progress import StageProgress
+
+    console = Console()
+    with StageProgress(console) as progress:
+        progress("load PyTorch", 0.0)
+        from moesaic.bench.run import run_benches
+
+        chosen = benches()
+    run_benches(chosen, console, num_threads=threads, json_file=json)
+
+
+def main() -> None:
+    """Run the command line; an error that Moesaic raises on purpose is one readable block and exit code 1."""
+    logging.basicConfig(
+        level=os.environ.get("MOESAIC_LOG_LEVEL", "WARNING").upper(), format="%(levelname)s %(message)s"
+    )
+    try:
+        app()
+    except MoesaicError as error:
+        typer.secho(f"{type(error).__name__}: {error}", fg="red", err=True)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""Each benchmark once, as small as it goes: that it runs and what it reports, never how fast it is."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from moesaic.cli import app
+
+
+@pytest.fixture(autouse=True)
+def _cache(tiny_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the command line find the session's ``tiny`` and not the user's."""
+    monkeypatch.setenv("MOESAIC_CACHE", str(tiny_dir.parents[1]))
+
+
+def _reports(*arguments: str, file: Path) -> list[dict[str, object]]:
+    done = CliRunner().invoke(app, ["bench", *arguments, "--json", str(file)], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    assert "\x1b" not in done.output
+    assert max(map(len, done.output.splitlines())) <= 80
+    reports: list[dict[str, object]] = json.loads(file.read_text(encoding="utf-8"))
+    return reports
+
+
+def test_offline_throughput_of_both_arms_gives_equal_outputs(tmp_path: Path) -> None:
+    arguments = ("--model", "tiny", "--num-prompts", "3", "--max-tokens", "4", "--pairs", "1")
+    (report,) = _reports("offline", *arguments, file=tmp_path / "o.json")
+    ours, theirs = report["samples"]
+    assert (ours["arm"], theirs["arm"]) == ("moesaic", "transformers")
+    assert ours["token_ids"] == theirs["token_ids"]
+    assert [len(ids) for ids in ours["token_ids"]] == [4, 4, 4]
+
+
+def test_the_stall_benchmark_gives_equal_tokens_and_more_chunks_when_on(tmp_path: Path) -> None:
+    arguments = ("--model", "tiny", "--prompt-tokens", "64", "--chunk-size", "16", "--streams", "2", "--pairs", "1")
+    (report,) = _reports("stall", *arguments, file=tmp_path / "s.json")
+    off, on = report["samples"]
+    assert (off["num_late_chunks"], on["num_late_chunks"]) == (1, 4)
+    assert off["late"]["token_ids"] == on["late"]["token_ids"]
+
+
+def test_the_planner_benchmark_times_every_step(tmp_path: Path) -> None:
+    (report,) = _reports("planner", "--rows", "2", "--rows", "3", "--steps", "5", file=tmp_path / "p.json")
+    assert [(s["num_decode_rows"], len(s["plan_s"]), len(s["commit_s"])) for s in report["samples"]] == [
+        (2, 5, 5),
+        (3, 5, 5),
+    ]
