@@ -19,7 +19,7 @@ LAYERS: tuple[tuple[str, bool, str], ...] = (
     (
         "decisions",
         False,
-        "sched.plan sched.queues sched.policy sched.whole sched.chunked "
+        "sched.plan sched.ordering sched.queues sched.policy sched.swap sched.whole sched.chunked "
         "sched.preempt sched.running sched.invariants sched.factory sched.scheduler sched.transaction",
     ),
     ("tensors", True, "batch kv.store kv.swap"),
@@ -34,14 +34,14 @@ LAYERS: tuple[tuple[str, bool, str], ...] = (
     (
         "running",
         True,
-        "runner graphs sampling.draw sampling.filters sampling.logprobs sampling.penalties sampling.row "
+        "runner tokenwise graphs sampling.draw sampling.filters sampling.logprobs sampling.penalties sampling.row "
         "sampling.sampler sampling.stopping sampling.transfer",
     ),
     (
         "engine",
         True,
-        "engine.memory engine.core engine.llm engine.client engine.process engine.detokenizer engine.outputs "
-        "engine.prompt_logprobs engine.loop",
+        "engine.memory engine.deadlines engine.core engine.llm engine.client engine.process engine.detokenizer "
+        "engine.outputs engine.prompt_logprobs engine.loop engine.chunk_budget engine.supervisor",
     ),
     (
         "edges",

@@ -12,6 +12,7 @@ from moesaic.errors import ConfigError
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
 LoadFormat = Literal["auto", "dummy"]
+SchedulingPolicy = Literal["fcfs", "priority", "shortest-prefill-first"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +34,14 @@ class EngineConfig:
     """Most query tokens in one step, in tokens; at least max_batch_size + block_size."""
     max_batch_size: int = 256
     """Most requests running at once, which is the most rows in one step, at least 1."""
+    scheduling_policy: SchedulingPolicy = "fcfs"
+    """Who goes first: the first to come, the lower priority of the request, or the shorter prompt."""
+    priority_aging_steps: int = 128
+    """Steps of waiting worth one class of priority, or one full step of prompt tokens, at least 1 (not with fcfs)."""
+    max_waiting_requests: int | None = None
+    """Most requests that may wait for admission; more are refused. The default is no limit."""
+    swap_space_bytes: int = 0
+    """Host memory for the KV of preempted requests, in bytes; 0 computes it again instead."""
     max_model_len: int | None = None
     """Longest prompt plus output, in tokens; the default is the model's own context."""
     block_size: int = 16
@@ -51,6 +60,10 @@ class EngineConfig:
     """auto reads the checkpoint; dummy makes random weights from the configuration alone."""
     seed: int = 0
     """Seed of dummy weights and of requests that bring none, in [0, 2**63)."""
+    batch_invariant: bool = False
+    """Run tokens one by one so that outputs are equal bit for bit whatever runs beside them; slow, for reference."""
+    max_consecutive_failed_steps: int = 3
+    """Failed steps in a row after which the engine gives up: all requests end, no more are taken; at least 1."""
     strict: bool = False
     """Refuse to start where a requested feature would fall back to another."""
 
@@ -67,6 +80,7 @@ class EngineConfig:
         for name in _AT_LEAST_ONE:
             _check_at_least(name, getattr(self, name), 1)
         _check_at_least("seed", self.seed, 0)
+        _check_at_least("swap_space_bytes", self.swap_space_bytes, 0)
         if self.seed >= 2**63:
             raise ConfigError(f"seed is {self.seed}; it must be below 2**63; lower --seed")
         self._check_step_budget()
@@ -95,6 +109,9 @@ _AT_LEAST_ONE = (
     "max_partial_prefills",
     "max_tokens_per_step",
     "max_batch_size",
+    "priority_aging_steps",
+    "max_consecutive_failed_steps",
+    "max_waiting_requests",
     "max_model_len",
     "block_size",
     "num_kv_blocks",

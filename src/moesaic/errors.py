@@ -30,6 +30,10 @@ class DuplicateRequestError(RequestError):
     """A request id that is already in use by an unfinished request."""
 
 
+class QueueFullError(RequestError):
+    """As many requests wait as may wait; the client should try again later."""
+
+
 class ModelLoadError(MoesaicError):
     """The model directory or one of its tensors is missing, broken or unreadable."""
 
@@ -43,11 +47,15 @@ class CapacityError(MoesaicError):
 
 
 class SamplingError(MoesaicError):
-    """Logits from which no token can be chosen; ``rows`` are the sampling rows, the other rows are sound."""
+    """Logits from which no token can be chosen; ``rows`` are the sampling rows, the other rows are sound.
 
-    def __init__(self, message: str, *, rows: tuple[int, ...]) -> None:
+    ``own_fault_rows`` are those of them whose own parameters leave no token.
+    """
+
+    def __init__(self, message: str, *, rows: tuple[int, ...], own_fault_rows: tuple[int, ...] = ()) -> None:
         super().__init__(message)
         self.rows = rows
+        self.own_fault_rows = own_fault_rows
 
 
 class InvariantError(MoesaicError, AssertionError):

@@ -107,6 +107,8 @@ class Request:
     request_id: str
     prompt_token_ids: tuple[int, ...]
     sampling_params: SamplingParams
+    priority: int = 0
+    """Lower goes first, under the scheduling policy ``priority``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,6 +138,8 @@ class StepOutput(NamedTuple):
     """One per new token, if asked for."""
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     """One per prompt token (None for the first), with the first output only, if asked for."""
+    error: str | None = None
+    """Why the request failed, with ``finish_reason`` "error" or "timeout"; says nothing of other requests."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,6 +171,8 @@ class RequestOutput:
     stop_reason: int | str | None = None
     logprobs: tuple[TokenLogprobs, ...] | None = None
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    error: str | None = None
+    """Why there is no whole answer, with ``finish_reason`` "error" or "timeout"."""
     metrics: RequestMetrics = field(repr=False)
 
 

@@ -1,7 +1,7 @@
 """One request's progress: tokens, status and how far its KV is committed. No torch."""
 
 from enum import Enum
-from typing import NewType
+from typing import NamedTuple, NewType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,7 +10,14 @@ from moesaic.errors import InvariantError
 from moesaic.request import FinishReason, Request
 
 SeqId = NewType("SeqId", int)
-"""Position in the order of arrival: the lower, the older. Kept through preemption."""
+"""Position in the order of arrival."""
+
+
+class Rank(NamedTuple):
+    """Place in the order of service, fixed at arrival and kept through preemption: the lower, the earlier."""
+
+    key: int
+    seq_id: SeqId
 
 
 class SequenceStatus(Enum):
@@ -56,6 +63,7 @@ class Sequence:
         "num_prompt_tokens",
         "num_tokens",
         "prefill_target",
+        "rank",
         "request",
         "seed",
         "seq_id",
@@ -64,10 +72,18 @@ class Sequence:
     )
 
     def __init__(
-        self, seq_id: SeqId, request: Request, *, max_tokens: int, eos_token_ids: tuple[int, ...] = (), seed: int = 0
+        self,
+        seq_id: SeqId,
+        request: Request,
+        *,
+        max_tokens: int,
+        eos_token_ids: tuple[int, ...] = (),
+        seed: int = 0,
+        rank: Rank | None = None,
     ) -> None:
         params = request.sampling_params
         self.seq_id = seq_id
+        self.rank = Rank(0, seq_id) if rank is None else rank
         self.request = request
         self.max_tokens = max_tokens
         self.stop_ids = frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else eos_token_ids)
@@ -86,6 +102,10 @@ class Sequence:
     @property
     def num_prefill_tokens_left(self) -> int:
         return max(0, self.prefill_target - self.committed_kv_tokens)
+
+    @property
+    def was_preempted(self) -> bool:
+        return self.num_preemptions > 0
 
     @property
     def is_finished(self) -> bool:

@@ -6,7 +6,7 @@ from moesaic.sched.chunked import ChunkedPrefill
 from moesaic.sched.plan import DecodeRow
 from moesaic.sched.policy import LaneView, Proposal, StepView
 from moesaic.sched.queues import ARRIVALS, PrefillRotation, WaitingQueue
-from moesaic.sequence import SeqId
+from moesaic.sequence import Rank, SeqId
 from moesaic.testing.scheduling import (
     FakeRunner,
     chunk_lengths,
@@ -37,7 +37,7 @@ def propose(
     queue = WaitingQueue(chunk_size)
     for i, length in enumerate(waiting):
         seq = create_sequences(1, num_prompt_tokens=length)[0]
-        seq.seq_id = SeqId(200 + i)
+        seq.seq_id, seq.rank = SeqId(200 + i), Rank(0, SeqId(200 + i))
         queue.push(seq)
     view = StepView(
         max_tokens=max_tokens,
@@ -46,7 +46,7 @@ def propose(
         num_free_blocks=free_blocks,
         num_headroom_blocks=0,
         decode_rows=tuple(DecodeRow(SeqId(100 + i), 8) for i in range(decode)),
-        decode_needs_block=frozenset(SeqId(100 + i) for i in range(decode_needs_block)),
+        decode_needs_block={SeqId(100 + i): Rank(0, SeqId(100 + i)) for i in range(decode_needs_block)},
         lanes=lanes,
         waiting=queue,
         rotation=PrefillRotation((*(lane.seq_id for lane in lanes), ARRIVALS), waits or {}, deficits or {}),  # type: ignore[arg-type]
@@ -57,7 +57,7 @@ def propose(
 
 
 def lane(seq_id: int, num_left: int = 1000, start: int = 0, spare: int = 0) -> LaneView:
-    return LaneView(SeqId(seq_id), start, num_left, spare)
+    return LaneView(SeqId(seq_id), start, num_left, spare, Rank(0, SeqId(seq_id)))
 
 
 def tokens(proposal: Proposal) -> dict[int, int]:

@@ -1,10 +1,10 @@
 from moesaic.sched.preempt import Holder, choose_victims
-from moesaic.sequence import SeqId
+from moesaic.sequence import Rank, SeqId
 from moesaic.testing.scheduling import FakeRunner, create_request, create_scheduler, run_step, run_until_idle
 
 
 def holder(seq_id: int, *, needs: bool = False, blocks: int = 2, cost: int = 8, movable: bool = True) -> Holder:
-    return Holder(SeqId(seq_id), needs, blocks, cost, movable)
+    return Holder(Rank(0, SeqId(seq_id)), needs, blocks, cost, movable)
 
 
 def test_nobody_is_preempted_while_blocks_suffice() -> None:

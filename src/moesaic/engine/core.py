@@ -1,6 +1,7 @@
 """The loop: plan, batch, forward, sample, commit. Synchronous and single-threaded."""
 
 import logging
+import time
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import asdict
@@ -13,12 +14,14 @@ import torch
 from moesaic.attention.select import Selection, select_attention
 from moesaic.batch import RaggedBatch
 from moesaic.config import EngineConfig
+from moesaic.engine.deadlines import Deadlines
 from moesaic.engine.memory import free_bytes, kv_budget_bytes, plan_memory
 from moesaic.engine.prompt_logprobs import PromptLogprobs
-from moesaic.errors import ConfigError, RequestError
+from moesaic.errors import ConfigError, EngineDeadError, RequestError
 from moesaic.kv.geometry import KVGeometry
 from moesaic.kv.pool import BlockPool
 from moesaic.kv.store import LayeredPagedKVStore
+from moesaic.kv.swap import HostSwapPool
 from moesaic.kv.table import PagedKVCache
 from moesaic.models.base import CausalLM
 from moesaic.models.loader import load_model
@@ -27,9 +30,11 @@ from moesaic.runner import ModelRunner
 from moesaic.sampling.row import SamplingRow
 from moesaic.sampling.sampler import SampledTokens, Sampler
 from moesaic.sched.factory import make_policy
+from moesaic.sched.ordering import Ordering
 from moesaic.sched.scheduler import Scheduler
 from moesaic.sched.transaction import StepTransaction
 from moesaic.sequence import Sequence
+from moesaic.tokenwise import TokenwiseRunner
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +47,7 @@ class EngineCore:
     Raises: ``ConfigError`` for settings that this model or this machine cannot meet, before KV is allocated.
     """
 
-    def __init__(self, model: CausalLM, config: EngineConfig) -> None:
+    def __init__(self, model: CausalLM, config: EngineConfig, *, clock: Callable[[], float] = time.monotonic) -> None:
         config.validate()
         self.model = model
         self.config = config
@@ -56,7 +61,8 @@ class EngineCore:
         self.memory = plan_memory(config, geometry, self.max_model_len, room)
         num_blocks = self.memory.num_kv_blocks
         store = LayeredPagedKVStore(geometry, num_blocks, model.dtype, model.device)
-        self.runner = ModelRunner(model, self.attention.backend, store)
+        make_runner = TokenwiseRunner if config.batch_invariant else ModelRunner
+        self.runner = make_runner(model, self.attention.backend, store)
         self.scheduler = Scheduler(
             kv=PagedKVCache(BlockPool(num_blocks), config.block_size),
             policy=make_policy(config),
@@ -65,9 +71,16 @@ class EngineCore:
             max_model_len=self.max_model_len,
             eos_token_ids=model.info.eos_token_ids,
             seed=config.seed,
+            ordering=Ordering(config.scheduling_policy, config.priority_aging_steps, config.max_tokens_per_step),
+            max_waiting_requests=config.max_waiting_requests,
+            num_swap_blocks=config.swap_space_bytes // geometry.bytes_per_block,
         )
+        self.swap_pool = HostSwapPool(store)
+        self._deadlines = Deadlines(clock)
         self.sampler = Sampler(vocab_size=model.info.vocab_size, eos_token_ids=model.info.eos_token_ids)
         self._prompt_logprobs = PromptLogprobs()
+        self._failed_step: StepTransaction | None = None
+        self._death_cause: BaseException | None = None
         logger.info("kv budget: blocks=%d block_size=%d bytes=%d", num_blocks, config.block_size, self.memory.kv_bytes)
 
     @classmethod
@@ -85,12 +98,22 @@ class EngineCore:
         return cls(model, config)
 
     def add_request(
-        self, request_id: str, prompt_token_ids: SequenceOf[int], sampling_params: SamplingParams | None = None
+        self,
+        request_id: str,
+        prompt_token_ids: SequenceOf[int],
+        sampling_params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        timeout_s: float | None = None,
     ) -> None:
         """Queue a request; nothing is allocated for it yet.
 
-        Raises: ``RequestError`` for a bad prompt, id or parameter, ``RequestTooLargeError`` if it can never be served.
+        A lower ``priority`` goes first (scheduling policy ``priority`` only). After ``timeout_s`` seconds an unfinished
+        request ends with an error.
+        Raises: ``RequestError`` for a bad prompt, id or parameter, ``RequestTooLargeError`` if it can never be served,
+        ``QueueFullError`` if too many wait, ``EngineDeadError`` after ``shut``.
         """
+        self.check_alive()
         params = SamplingParams() if sampling_params is None else sampling_params
         if not request_id:
             raise RequestError(f"request id is {request_id!r}; it must be a non-empty string", param="request_id")
@@ -98,7 +121,22 @@ class EngineCore:
             raise RequestError(f"sampling params are {type(params).__name__}; pass SamplingParams(...)")
         prompt = self._checked_prompt(prompt_token_ids)
         self.sampler.check_params(params)
-        self.scheduler.add(Request(request_id=request_id, prompt_token_ids=prompt, sampling_params=params))
+        self._check_priority(priority)
+        self._deadlines.check(timeout_s)
+        sequence = self.scheduler.add(
+            Request(request_id=request_id, prompt_token_ids=prompt, sampling_params=params, priority=priority)
+        )
+        self._deadlines.add(sequence, timeout_s)
+
+    def _check_priority(self, priority: Any) -> None:  # Any: a client's input
+        if not isinstance(priority, int) or isinstance(priority, bool):
+            raise RequestError(f"priority is {priority!r}; it must be an integer", param="priority")
+        if priority and self.config.scheduling_policy != "priority":
+            raise RequestError(
+                f"priority is {priority} but this server runs {self.config.scheduling_policy}; "
+                "leave it out or start with --scheduling-policy priority",
+                param="priority",
+            )
 
     def _checked_prompt(self, token_ids: SequenceOf[Any]) -> tuple[int, ...]:  # Any: a client's input
         if isinstance(token_ids, str | bytes):
@@ -122,18 +160,79 @@ class EngineCore:
         self._prompt_logprobs.forget(request_id)
         return self.scheduler.abort(request_id)
 
+    def fail_request(self, request_id: str, error: str) -> bool:
+        """End a request with ``error``, as ``abort_request`` does."""
+        self._prompt_logprobs.forget(request_id)
+        return self.scheduler.fail(request_id, error)
+
+    def shut(self, cause: BaseException) -> None:
+        """Refuse requests and steps from now on; the first cause stays."""
+        self._death_cause = self._death_cause or cause
+
+    @property
+    def death_cause(self) -> BaseException | None:
+        """Why the engine refuses all work; None while it serves."""
+        return self._death_cause
+
+    def check_alive(self) -> None:
+        """Return unless the engine was ``shut``.
+
+        Raises: ``EngineDeadError`` then.
+        """
+        if self._death_cause is not None:
+            raise engine_dead(self._death_cause)
+
+    def pause_request(self, request_id: str) -> bool:
+        """Set a request aside; it holds no KV meanwhile. False if it is unknown, over or paused."""
+        return self.scheduler.pause(request_id)
+
+    def resume_request(self, request_id: str) -> bool:
+        """Let a paused request go on where it was; False if it is not paused."""
+        return self.scheduler.resume(request_id)
+
     def has_pending_requests(self) -> bool:
-        """Return True while a request is unfinished or a terminal event is untold."""
+        """Return True while a request that is not paused is unfinished, or a terminal event is untold."""
         return self.scheduler.has_unfinished
 
     def step(self) -> list[StepOutput]:
         """Run one step; return what each request got (nothing for progress-only rows).
 
-        Any exception leaves scheduler, cache and sequences as they were before the step.
+        Any exception leaves scheduler, cache and sequences as they were before the step; ``take_failed_step`` has its
+        rows.
         """
+        self.check_alive()
+        self._failed_step = None
+        for sequence, timeout_s in self._deadlines.expired():
+            name = sequence.request.request_id
+            if self.scheduler.get(name) is sequence:
+                self.scheduler.fail(name, f"unfinished after {timeout_s} s (timeout_s); allow more time")
+        self._swap()
         with self.scheduler.step() as tx:
-            outputs = self._run(tx) if tx.plan.num_rows else []
+            try:
+                outputs = self._run(tx) if tx.plan.num_rows else []
+            except BaseException:
+                self._failed_step = tx
+                raise
         return self.scheduler.take_events() + outputs
+
+    def _swap(self) -> None:
+        """Make the copies that the last commit asked for, and bring back who fits; a failed copy costs a recompute."""
+        scheduler = self.scheduler
+        scheduler.begin_swap_ins()
+        for transfer in scheduler.take_swap_transfers():
+            try:
+                self.swap_pool.run(transfer)
+            except (RuntimeError, MemoryError):
+                logger.exception("swap %s of %d blocks failed", transfer.direction, len(transfer.block_ids))
+                scheduler.fail_swap(transfer)
+            else:
+                scheduler.end_swap(transfer)
+        self.swap_pool.keep(scheduler.swap.states)
+
+    def take_failed_step(self) -> StepTransaction | None:
+        """Return the transaction of the last step, once, if it failed; None too if it failed before it had a plan."""
+        step, self._failed_step = self._failed_step, None
+        return step
 
     def _run(self, tx: StepTransaction) -> list[StepOutput]:
         spans = self._prompt_logprobs.spans(tx.plan, tx.sequences)
@@ -167,6 +266,10 @@ class EngineCore:
             "kv_blocks_free": pool.num_free,
             "kv_block_size_tokens": self.config.block_size,
             "kv_bytes": self.memory.kv_bytes,
+            "num_paused": len(scheduler.paused),
+            "num_swapped": len(scheduler.swap.states),
+            "swap_bytes": self.swap_pool.num_bytes,
+            "swap_copied_bytes": self.swap_pool.num_copied_bytes,
             "max_model_len": self.max_model_len,
             "features": self.features(),
         }
@@ -182,10 +285,22 @@ class EngineCore:
                 "active": self.attention.active,
                 "reason": self.attention.reason,
             },
+            "batch_invariant": {
+                "requested": self.config.batch_invariant,
+                "active": self.config.batch_invariant,
+                "reason": "each token has a forward of its own" if self.config.batch_invariant else "not requested",
+            },
             "experts": {"requested": "resident", "active": "none", "reason": "the model's experts are its own code"}
             if experts is None
             else {"requested": "resident", "active": experts.name, "reason": "as requested", **experts.stats()},
         }
+
+
+def engine_dead(cause: BaseException) -> EngineDeadError:
+    """Return a new error for one waiter, ``cause`` chained; a shared one would gather all their tracebacks."""
+    error = EngineDeadError(f"the engine has stopped: {type(cause).__name__}: {cause}")
+    error.__cause__ = cause
+    return error
 
 
 def _sampling_row(seq: Sequence) -> SamplingRow:

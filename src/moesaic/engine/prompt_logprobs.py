@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import torch
 
+from moesaic.errors import SamplingError
 from moesaic.request import StepOutput, TokenLogprobs
 from moesaic.sampling.sampler import Sampler
 from moesaic.sched.plan import StepPlan
@@ -21,6 +22,14 @@ class ScoredSpan(NamedTuple):
     """Position of the first of them in the prompt."""
     target_token_ids: list[int]
     num_top: int
+
+
+class PromptScoringError(SamplingError):
+    """Prompt logits that cannot be scored; ``rows`` are positions in the chunk of ``request_id``, no sampling rows."""
+
+    def __init__(self, message: str, *, rows: tuple[int, ...], request_id: str) -> None:
+        super().__init__(message, rows=rows)
+        self.request_id = request_id
 
 
 class PromptLogprobs:
@@ -54,11 +63,17 @@ class PromptLogprobs:
 
     @staticmethod
     def score(sampler: Sampler, logits: torch.Tensor, spans: list[ScoredSpan]) -> list[tuple[TokenLogprobs, ...]]:
-        """Return the scores of each span; ``logits`` [P, V] are those of the spans' positions, in order."""
+        """Return the scores of each span; ``logits`` [P, V] are those of the spans' positions, in order.
+
+        Raises: ``PromptScoringError`` if a position's logits are NaN or infinite.
+        """
         scores, start = [], 0
         for span in spans:
             end = start + len(span.target_token_ids)
-            scores.append(sampler.prompt_logprobs(logits[start:end], span.target_token_ids, span.num_top))
+            try:
+                scores.append(sampler.prompt_logprobs(logits[start:end], span.target_token_ids, span.num_top))
+            except SamplingError as error:
+                raise PromptScoringError(str(error), rows=error.rows, request_id=span.request_id) from error
             start = end
         return scores
 

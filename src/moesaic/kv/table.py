@@ -94,6 +94,11 @@ class PagedKVCache:
             raise InvariantError(f"sequence {seq_id} has no block table")
         return table.as_array()
 
+    def block_ids(self, seq: Sequence) -> tuple[BlockId, ...]:
+        """Return the block ids of ``seq`` in order; empty if it holds none."""
+        table = self._tables.get(seq.seq_id)
+        return () if table is None else tuple(table.blocks)
+
     def commit_sequence_reservation(self, seq: Sequence) -> None:
         """Keep the leased blocks of ``seq``; without a lease a no-op."""
         table = self._tables.get(seq.seq_id)

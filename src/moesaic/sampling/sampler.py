@@ -175,7 +175,8 @@ def _check_choices(chosen: list[int], rows: SequenceOf[SamplingRow]) -> None:
         _NOTHING_LEFT: "has no token left (logit_bias, min_tokens and penalties remove all)",
     }
     listed = "; ".join(f"row {i} at output {len(rows[i].output_token_ids)} {causes[chosen[i]]}" for i in bad)
-    raise SamplingError(f"no token can be sampled for {len(bad)} of {len(rows)} rows: {listed}", rows=bad)
+    message = f"no token can be sampled for {len(bad)} of {len(rows)} rows: {listed}"
+    raise SamplingError(message, rows=bad, own_fault_rows=tuple(i for i in bad if chosen[i] == _NOTHING_LEFT))
 
 
 def _logprobs_of(

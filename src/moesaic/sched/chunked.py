@@ -15,7 +15,7 @@ from moesaic.sched.policy import (
     grant_blocks,
 )
 from moesaic.sched.queues import ARRIVALS, Service
-from moesaic.sequence import SeqId
+from moesaic.sequence import Rank, SeqId
 
 
 class ChunkedPrefill:
@@ -154,9 +154,10 @@ class _Step:
 
     def can_admit(self, waiting: Waiting) -> bool:
         """Return if some waiting prompt could run now."""
-        if min(self.budget, self.num_free_rows, self.num_spare_blocks) <= 0 or not len(waiting):
-            return False
-        return self.num_free_lanes > 0 or any(self._runs_whole(c, self.budget) for c in waiting.short())
+        if self.num_free_lanes > 0:
+            head = next(iter(waiting), None)
+            return head is not None and self._can_start(head)
+        return any(self._can_start(c) and self._runs_whole(c, self.budget) for c in waiting.short())
 
     def admit(self, waiting: Waiting, tokens: int) -> int:
         """Admit waiting prompts, oldest first, for up to ``tokens`` tokens; return the tokens given.
@@ -165,20 +166,23 @@ class _Step:
         """
         given = 0
         for candidate in waiting:
-            if given >= tokens or self.num_free_lanes <= 0 or not self._can_start():
+            if given >= tokens or self.num_free_lanes <= 0 or not self._can_start(candidate):
                 break
             if candidate.seq_id not in self.lanes:
                 given += self._start(candidate, tokens - given)
         for candidate in waiting.short():
-            if given >= tokens or not self._can_start():
+            if given >= tokens or not self._can_start(candidate):
                 break
             limit = tokens - given if given else self.budget
             if candidate.seq_id not in self.lanes and self._runs_whole(candidate, limit):
                 given += self._start(candidate, limit)
         return given
 
-    def _can_start(self) -> bool:
-        return min(self.budget, self.num_free_rows, self.num_spare_blocks) > 0
+    def _can_start(self, candidate: PrefillCandidate) -> bool:
+        """A preempted prompt starts again only with blocks for all of it: it must not be thrown out at once."""
+        is_back = candidate.was_preempted
+        needed = blocks_for_tokens(candidate.num_prefill_tokens_left, self.block_size) if is_back else 1
+        return min(self.budget, self.num_free_rows) > 0 and needed <= self.num_spare_blocks
 
     def _runs_whole(self, candidate: PrefillCandidate, tokens: int) -> bool:
         length = candidate.num_prefill_tokens_left
@@ -189,7 +193,7 @@ class _Step:
         """Make the candidate a lane and give it its first tokens, from spare blocks only."""
         seq_id, length = candidate.seq_id, candidate.num_prefill_tokens_left
         room = self.num_spare_blocks * self.block_size
-        self.lanes[seq_id] = LaneView(seq_id, 0, length, 0)
+        self.lanes[seq_id] = LaneView(seq_id, 0, length, 0, Rank(0, seq_id))
         self.held[seq_id] = 0
         self.num_free_rows -= 1
         self.num_free_lanes -= 1

@@ -1,13 +1,13 @@
 """What a prefill policy sees and proposes. Policies are pure: they reserve nothing and change nothing."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from moesaic.kv.geometry import blocks_for_tokens
 from moesaic.sched.plan import DecodeRow, PrefillChunk
 from moesaic.sched.queues import PrefillRotation, Service
-from moesaic.sequence import SeqId
+from moesaic.sequence import Rank, SeqId
 
 
 class PrefillCandidate(Protocol):
@@ -17,6 +17,8 @@ class PrefillCandidate(Protocol):
     def seq_id(self) -> SeqId: ...
     @property
     def num_prefill_tokens_left(self) -> int: ...
+    @property
+    def was_preempted(self) -> bool: ...
 
 
 class Waiting(Protocol):
@@ -34,6 +36,7 @@ class LaneView(NamedTuple):
     start: int
     num_left: int
     num_spare: int
+    rank: Rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +51,7 @@ class StepView:
     num_headroom_blocks: int
     """Blocks an admission must leave free, so that the running need not be preempted at once."""
     decode_rows: tuple[DecodeRow, ...]
-    decode_needs_block: frozenset[SeqId]
+    decode_needs_block: Mapping[SeqId, Rank]
     """Decoding sequences whose next token opens a new block."""
     lanes: tuple[LaneView, ...]
     """In rotation order; sequences in flight are left out."""
@@ -82,7 +85,7 @@ class PrefillPolicy(Protocol):
 
 
 class BlockGrants(NamedTuple):
-    """Who gets the block of its next token: everyone if there are enough, else the oldest first."""
+    """Who gets the block of its next token: everyone if there are enough, else by rank."""
 
     decode_rows: tuple[DecodeRow, ...]
     lanes: dict[SeqId, int]
@@ -92,15 +95,13 @@ class BlockGrants(NamedTuple):
 
 
 def grant_blocks(view: StepView) -> BlockGrants:
-    """Return the grants for every running sequence's next token, oldest first when blocks are short.
+    """Return the grants for every running sequence's next token, by rank when blocks are short.
 
     A lane whose blocks are full is granted one, so a younger decode row cannot starve an older prompt of it.
     """
-    full_lanes = [lane.seq_id for lane in view.lanes if lane.num_spare == 0]
-    needy: Iterable[SeqId] = (*view.decode_needs_block, *full_lanes)
-    num_needed = len(view.decode_needs_block) + len(full_lanes)
-    num_granted = min(num_needed, view.num_free_blocks)
-    refused = frozenset(sorted(needy)[num_granted:]) if num_granted < num_needed else frozenset()
+    needy = [*view.decode_needs_block.values(), *(lane.rank for lane in view.lanes if lane.num_spare == 0)]
+    num_granted = min(len(needy), view.num_free_blocks)
+    refused = {rank.seq_id for rank in sorted(needy)[num_granted:]} if num_granted < len(needy) else set()
     decode_rows = view.decode_rows
     if refused:
         decode_rows = tuple(r for r in decode_rows if r.seq_id not in refused)

@@ -5,37 +5,38 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from moesaic.sequence import SeqId, Sequence
+from moesaic.sequence import Rank, SeqId, Sequence
 
 ARRIVALS = SeqId(-1)
 """The member of the rotation that stands for all prompts not yet admitted."""
 
 
 class WaitingQueue:
-    """Sequences without KV, oldest first; a preempted one comes back to its old place.
+    """Sequences without KV, by rank; a preempted one comes back to its old place.
 
     Prompts of at most ``short_tokens`` can also be walked alone: they need no partial-prefill lane.
     """
 
     def __init__(self, short_tokens: int) -> None:
         self._short_tokens = short_tokens
-        self._order: list[SeqId] = []
-        self._short: list[SeqId] = []
+        self._order: list[Rank] = []
+        self._short: list[Rank] = []
         self._sequences: dict[SeqId, Sequence] = {}
 
     def push(self, seq: Sequence) -> None:
-        """Add ``seq`` at its place by age."""
+        """Add ``seq`` at its place by rank."""
         self._sequences[seq.seq_id] = seq
-        insort(self._order, seq.seq_id)
+        insort(self._order, seq.rank)
         if seq.num_prefill_tokens_left <= self._short_tokens:
-            insort(self._short, seq.seq_id)
+            insort(self._short, seq.rank)
 
     def remove(self, seq_id: SeqId) -> None:
         """Take the sequence out; one that is not there is a no-op."""
-        if self._sequences.pop(seq_id, None) is not None:
+        seq = self._sequences.pop(seq_id, None)
+        if seq is not None:
             for queue in (self._order, self._short):
-                index = bisect_left(queue, seq_id)
-                if queue[index : index + 1] == [seq_id]:
+                index = bisect_left(queue, seq.rank)
+                if queue[index : index + 1] == [seq.rank]:
                     del queue[index]
 
     def get(self, seq_id: SeqId) -> Sequence:
@@ -46,11 +47,11 @@ class WaitingQueue:
         return self._sequences[seq_id]
 
     def short(self) -> Iterator[Sequence]:
-        """Walk the short prompts, oldest first."""
-        return (self._sequences[s] for s in self._short)
+        """Walk the short prompts by rank."""
+        return (self._sequences[rank.seq_id] for rank in self._short)
 
     def __iter__(self) -> Iterator[Sequence]:
-        return (self._sequences[s] for s in self._order)
+        return (self._sequences[rank.seq_id] for rank in self._order)
 
     def __len__(self) -> int:
         return len(self._order)

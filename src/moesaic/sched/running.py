@@ -45,18 +45,18 @@ class RunningSet:
     def regroup(
         self,
         plan: StepPlan,
-        sequences: dict[SeqId, Sequence],
+        moved: list[Sequence],
         services: tuple[Service, ...],
         finished: list[Sequence],
     ) -> None:
-        """After a step has moved ``sequences``: turn the rotation and put each where its status says."""
+        """After a step: turn the rotation and put those whose prefill ``moved`` where their status says."""
         if plan.decode_rows:
             self.num_decode_gap_steps = 0
         elif plan.chunks and self.decoding:
             self.num_decode_gap_steps += 1
         self.rotation = self.rotation.after(services)
-        for chunk in plan.chunks:
-            self._place(sequences[chunk.seq_id])
+        for seq in moved:
+            self._place(seq)
         for seq in finished:
             self.discard(seq)
 
@@ -69,6 +69,11 @@ class RunningSet:
         self.discard(seq)
         if seq.status is SequenceStatus.DECODE:
             self.decoding[seq.seq_id] = seq
+
+    def enter(self, seq: Sequence) -> None:
+        """Take in a sequence whose KV came back: it goes on in the phase that its counts say."""
+        seq.move_to(SequenceStatus.PREFILL if seq.num_prefill_tokens_left else SequenceStatus.DECODE)
+        self._place(seq)
 
     def mark(self) -> RunningMark:
         """Return what ``reset`` needs to come back to this point."""

@@ -1,22 +1,25 @@
 """Queues and leases: plans each step, and is the only one to move a sequence's progress."""
 
 from collections import deque
+from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from moesaic.errors import DuplicateRequestError, InvariantError
+from moesaic.errors import DuplicateRequestError, InvariantError, QueueFullError
 from moesaic.kv.geometry import check_servable, resolve_max_tokens
 from moesaic.kv.table import PagedKVCache
 from moesaic.request import Request, StepOutput, TokenLogprobs
 from moesaic.sched.invariants import check_plan, check_progress, check_waits, checks_enabled
+from moesaic.sched.ordering import Ordering
 from moesaic.sched.plan import DecodeRow
 from moesaic.sched.policy import LaneView, PrefillPolicy, StepView
 from moesaic.sched.preempt import Holder, choose_victims
 from moesaic.sched.queues import WaitingQueue
 from moesaic.sched.running import RunningMark, RunningSet
+from moesaic.sched.swap import SwapLedger, SwapTransfer
 from moesaic.sched.transaction import StepTransaction
-from moesaic.sequence import SeqId, Sequence, SequenceMark, SequenceStatus
+from moesaic.sequence import Rank, SeqId, Sequence, SequenceMark, SequenceStatus
 
 REMEMBERED_STEPS = 1024
 """How many finished steps are remembered, so that a late commit or rollback is known for what it is."""
@@ -64,6 +67,9 @@ class Scheduler:
         max_model_len: int,
         eos_token_ids: tuple[int, ...] = (),
         seed: int = 0,
+        ordering: Ordering | None = None,
+        max_waiting_requests: int | None = None,
+        num_swap_blocks: int = 0,
     ) -> None:
         self.kv = kv
         self.policy = policy
@@ -73,7 +79,11 @@ class Scheduler:
         self.counts = SchedulerCounts()
         self.running = RunningSet()
         self.waiting = WaitingQueue(policy.short_prompt_tokens)
+        self.paused: dict[SeqId, Sequence] = {}
+        self.swap = SwapLedger(num_swap_blocks)
         self.in_flight: dict[SeqId, int] = {}
+        self._ordering = Ordering() if ordering is None else ordering
+        self._max_waiting = max_waiting_requests
         self._has_checks = checks_enabled()
         self._eos_token_ids = eos_token_ids
         self._seed = seed
@@ -89,19 +99,27 @@ class Scheduler:
     def add(self, request: Request) -> Sequence:
         """Queue a request and return its sequence.
 
-        Raises: ``DuplicateRequestError``, or ``RequestTooLargeError`` if the context or the pool can never hold it.
+        Raises: ``DuplicateRequestError``; ``RequestTooLargeError`` if the context or the pool can never hold it;
+        ``QueueFullError`` if too many wait already.
         """
         if request.request_id in self._sequences:
             raise DuplicateRequestError(
                 f"request id {request.request_id!r} is in use by an unfinished request; choose another",
                 param="request_id",
             )
+        if self._max_waiting is not None and len(self.waiting) >= self._max_waiting:
+            raise QueueFullError(
+                f"{len(self.waiting)} requests wait, the most that may (max_waiting_requests); try again later"
+            )
         num_prompt = len(request.prompt_token_ids)
         max_tokens = resolve_max_tokens(num_prompt, request.sampling_params.max_tokens, self.max_model_len)
         check_servable(num_prompt, max_tokens, self.kv.block_size, self.kv.pool.num_blocks)
         seq_id = SeqId(self._next_seq_id)
         seed = _mixed(self._seed, seq_id)
-        seq = Sequence(seq_id, request, max_tokens=max_tokens, eos_token_ids=self._eos_token_ids, seed=seed)
+        rank = self._ordering.rank(
+            seq_id, priority=request.priority, num_prompt_tokens=num_prompt, step=self.counts.num_steps
+        )
+        seq = Sequence(seq_id, request, max_tokens=max_tokens, eos_token_ids=self._eos_token_ids, seed=seed, rank=rank)
         self._next_seq_id += 1
         self._sequences[request.request_id] = seq
         self.waiting.push(seq)
@@ -113,19 +131,78 @@ class Scheduler:
         Its terminal event comes from ``take_events``. Blocks that a step in flight may still write are fenced until
         that step is over.
         """
+        return self._end(request_id, SequenceStatus.CANCELLED, StepOutput(request_id, (), "abort"))
+
+    def fail(self, request_id: str, error: str) -> bool:
+        """End a request with ``error``, as ``abort`` does; return False if it is unknown or already over."""
+        return self._end(request_id, SequenceStatus.FAILED, StepOutput(request_id, (), "error", error=error))
+
+    def _end(self, request_id: str, status: SequenceStatus, event: StepOutput) -> bool:
         seq = self._sequences.pop(request_id, None)
         if seq is None:
             return False
-        seq.move_to(SequenceStatus.CANCELLED)
+        self._evict(seq)
+        seq.move_to(status)
+        self._events.append(event)
+        return True
+
+    def preempt(self, request_id: str) -> bool:
+        """Take a running request's KV away, to be computed again later; False if it holds none here.
+
+        A token that a step in flight would sample for it is dropped, and sampled again later.
+        """
+        seq = self._sequences.get(request_id)
+        if seq is None or self.running.get(seq.seq_id) is None:
+            return False
+        self._count_lost(seq)
+        self._evict(seq)
+        seq.restart()
+        self.waiting.push(seq)
+        return True
+
+    def pause(self, request_id: str) -> bool:
+        """Set a request aside until ``resume``; it holds no KV meanwhile. False if unknown, over or paused."""
+        seq = self._sequences.get(request_id)
+        if seq is None or seq.seq_id in self.paused:
+            return False
+        if seq.committed_kv_tokens:
+            self._count_lost(seq)
+        self._evict(seq)
+        if seq.status is not SequenceStatus.WAITING:
+            seq.restart()
+        self.paused[seq.seq_id] = seq
+        return True
+
+    def resume(self, request_id: str) -> bool:
+        """Let a paused request wait for admission again, at its old place; False if it is not paused."""
+        seq = self._sequences.get(request_id)
+        if seq is None or self.paused.pop(seq.seq_id, None) is None:
+            return False
+        self.waiting.push(seq)
+        return True
+
+    def _evict(self, seq: Sequence) -> None:
+        """Take ``seq`` out of every queue and of its step in flight, and give its blocks back."""
         self.waiting.remove(seq.seq_id)
+        self.paused.pop(seq.seq_id, None)
         self.running.discard(seq)
         step_id = self.in_flight.pop(seq.seq_id, None)
-        if step_id is None:
-            self.kv.free_sequences([seq])
-        else:
+        copy = self.swap.current.get(seq.seq_id)
+        unbegun = self.swap.remove(seq.seq_id)
+        if unbegun is not None:
+            self.kv.pool.lift(unbegun.fence_id)
+        elif copy is not None:
+            self.kv.fence_sequence(seq, copy.fence_id)
+        if step_id is not None:
             self.kv.fence_sequence(seq, step_id)
-        self._events.append(StepOutput(request_id, (), "abort"))
-        return True
+        self.kv.free_sequences([seq])
+
+    def _count_lost(self, seq: Sequence) -> None:
+        self.counts = replace(
+            self.counts,
+            num_preemptions=self.counts.num_preemptions + 1,
+            num_recomputed_tokens=self.counts.num_recomputed_tokens + seq.committed_kv_tokens,
+        )
 
     def get(self, request_id: str) -> Sequence | None:
         """Return the sequence of an unfinished request, or None."""
@@ -138,8 +215,8 @@ class Scheduler:
 
     @property
     def has_unfinished(self) -> bool:
-        """True while a request is unfinished or a terminal event is untold."""
-        return bool(self._sequences or self._events)
+        """True while a request that is not paused is unfinished, or a terminal event is untold."""
+        return len(self._sequences) > len(self.paused) or bool(self._events)
 
     @property
     def sequences(self) -> tuple[Sequence, ...]:
@@ -182,31 +259,39 @@ class Scheduler:
         lanes = (running.lanes[i] for i in running.rotation.order if i in running.lanes and i not in busy)
         return StepView(
             max_tokens=self.max_tokens_per_step,
-            num_free_rows=self.max_batch_size - len(running) - self._num_newcomers_in_flight(),
+            num_free_rows=self.max_batch_size - self._num_admitted(),
             block_size=block_size,
             num_free_blocks=self.kv.pool.num_free,
-            num_headroom_blocks=min(len(running), 1 + self.kv.pool.num_blocks // 100),
+            num_headroom_blocks=self._headroom(),
             decode_rows=tuple(rows),
-            decode_needs_block=frozenset(
-                [i for i, start in rows if not start % block_size and self._is_full(i, start)]
-            ),
+            decode_needs_block={
+                i: running.decoding[i].rank for i, start in rows if not start % block_size and self._is_full(i, start)
+            },
             lanes=tuple(map(self._lane_view, lanes)),
             waiting=self.waiting,
             rotation=running.rotation,
             num_decode_gap_steps=running.num_decode_gap_steps,
         )
 
-    def _num_newcomers_in_flight(self) -> int:
-        return sum(self.running.get(i) is None for i in self.in_flight)
+    def _num_admitted(self) -> int:
+        """Return how many rows are spoken for: the running, newcomers in flight, and those swapped out."""
+        newcomers = sum(self.running.get(i) is None for i in self.in_flight)
+        return len(self.running) + newcomers + len(self.swap.states)
+
+    def _headroom(self) -> int:
+        """Return the blocks that newcomers must leave: for the running to grow, and for the first to come back."""
+        growth = min(len(self.running), 1 + self.kv.pool.num_blocks // 100)
+        resting = self.swap.resting()
+        return growth + (self.swap.sizes[resting[0].seq_id] if resting else 0)
 
     def _lane_view(self, seq: Sequence) -> LaneView:
         spare = self.kv.num_reserved_tokens(seq.seq_id) - seq.committed_kv_tokens
-        return LaneView(seq.seq_id, seq.committed_kv_tokens, seq.num_prefill_tokens_left, spare)
+        return LaneView(seq.seq_id, seq.committed_kv_tokens, seq.num_prefill_tokens_left, spare, seq.rank)
 
     def _is_full(self, seq_id: SeqId, num_committed: int) -> bool:
         return self.kv.num_reserved_tokens(seq_id) == num_committed
 
-    def _lease(self, tx: StepTransaction, needs_block: frozenset[SeqId]) -> None:
+    def _lease(self, tx: StepTransaction, needs_block: Mapping[SeqId, Rank]) -> None:
         """Reserve blocks for the rows of ``tx``: one for each decode row that needs one, and those of the chunks."""
         try:
             for row in tx.plan.decode_rows if needs_block else ():
@@ -227,10 +312,10 @@ class Scheduler:
             return
         tx.is_open = False
         tx.return_leases(self.kv)
-        self._land(tx)
         for seq in tx.sequences.values():
-            if seq.status is SequenceStatus.WAITING:
+            if seq.status is SequenceStatus.WAITING and self._is_live(tx, seq):
                 self.waiting.push(seq)
+        self._land(tx)
         self._rolled_back_steps.append(tx.step_id)
         num_rolled_back = self.counts.num_rolled_back_steps + bool(tx.sequences)
         self.counts = replace(self.counts, num_rolled_back_steps=num_rolled_back)
@@ -240,6 +325,10 @@ class Scheduler:
     def was_rolled_back(self, step_id: int) -> bool:
         """Return whether the step is remembered as rolled back."""
         return step_id in self._rolled_back_steps
+
+    def _is_live(self, tx: StepTransaction, seq: Sequence) -> bool:
+        """Return whether the row still belongs to the step: aborted and preempted ones do not."""
+        return self.in_flight.get(seq.seq_id) == tx.step_id
 
     def _land(self, tx: StepTransaction) -> None:
         """The step is over: its rows may be leased again and its fenced blocks are free."""
@@ -264,20 +353,21 @@ class Scheduler:
             raise InvariantError(f"step {tx.step_id} samples {len(sampling)} rows but got {len(token_ids)} tokens")
         samples = dict(zip(sampling, zip(token_ids, logprobs, strict=True), strict=True))
         chunks = [tx.sequences[c.seq_id] for c in tx.plan.chunks]
-        undo = _UndoPoint([(s, s.mark()) for s in chunks], self.running.mark())
-        victims: list[tuple[Sequence, SequenceMark]] = []
+        undo = _UndoPoint([(s, s.mark()) for s in chunks if self._is_live(tx, s)], self.running.mark())
+        restarted: list[tuple[Sequence, SequenceMark]] = []
         try:
             outputs, finished = self._advance(tx, samples)
-            for seq in self._victims(tx, finished):
-                victims.append((seq, seq.mark()))
+            swapped, lost = self._victims(tx, finished)
+            for seq in lost:
+                restarted.append((seq, seq.mark()))
                 self.running.discard(seq)
                 seq.restart()
-            self.kv.free_sequences([*finished, *(s for s, _ in victims)])
+            self.kv.free_sequences([*finished, *lost])
         except BaseException:
-            self._undo(tx, undo, victims)
+            self._undo(tx, undo, restarted)
             raise
-        self._settle(tx, finished, [s for s, _ in victims])
-        self._count(tx, outputs, len(victims), sum(mark[1] for _, mark in victims))
+        self._settle(tx, finished, swapped, lost)
+        self._count(tx, outputs, len(swapped) + len(lost), sum(mark[1] for _, mark in restarted))
         if self._has_checks:
             self.check()
         return outputs
@@ -285,11 +375,12 @@ class Scheduler:
     def _advance(
         self, tx: StepTransaction, samples: dict[SeqId, tuple[int, TokenLogprobs | None]]
     ) -> tuple[list[StepOutput], list[Sequence]]:
-        """Move every row that was not aborted, keep its lease; return what the rows yield and who is done."""
+        """Move every row that still belongs to the step, keep its lease; return what the rows yield and who is done."""
         outputs, finished = [], []
         num_tokens = {c.seq_id: c.num_tokens for c in tx.plan.chunks}
+        in_flight, step_id = self.in_flight, tx.step_id
         for seq_id, seq in tx.sequences.items():
-            if seq.status is SequenceStatus.CANCELLED:
+            if in_flight.get(seq_id) != step_id:
                 continue
             if seq_id in num_tokens:
                 seq.advance_prefill(num_tokens[seq_id])
@@ -302,22 +393,23 @@ class Scheduler:
             if output.finish_reason is not None:
                 finished.append(seq)
         tx.keep_leases(self.kv)
-        self.running.regroup(tx.plan, tx.sequences, tx.proposal.services, finished)
+        live = [tx.sequences[c.seq_id] for c in tx.plan.chunks if self._is_live(tx, tx.sequences[c.seq_id])]
+        self.running.regroup(tx.plan, live, tx.proposal.services, finished)
         return outputs, finished
 
-    def _victims(self, tx: StepTransaction, finished: list[Sequence]) -> list[Sequence]:
-        """Return whom to preempt so that in the next step the oldest have their next block."""
+    def _victims(self, tx: StepTransaction, finished: list[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
+        """Return whom to preempt so that in the next step the first have their next block: by swap, by recompute."""
         num_free = self.kv.pool.num_free
         if len(self.running) <= num_free:
-            return []
+            return [], []
         num_free += sum(self.kv.num_blocks(s.seq_id) for s in finished) + self.kv.pool.num_behind(tx.step_id)
         running = self.running.all()
         needy = {s.seq_id for s in running if self._is_full(s.seq_id, s.committed_kv_tokens)}
         if len(needy) <= num_free:
-            return []
+            return [], []
         holders = [
             Holder(
-                seq_id=s.seq_id,
+                rank=s.rank,
                 needs_block=s.seq_id in needy,
                 num_blocks=self.kv.num_blocks(s.seq_id),
                 recompute_tokens=s.committed_kv_tokens,
@@ -326,28 +418,96 @@ class Scheduler:
             for s in running
         ]
         by_id = {s.seq_id: s for s in running}
-        return [by_id[i] for i in choose_victims(holders, num_free)]
+        return self._split_victims([by_id[i] for i in choose_victims(holders, num_free)])
 
-    def _undo(self, tx: StepTransaction, undo: _UndoPoint, victims: list[tuple[Sequence, SequenceMark]]) -> None:
-        for seq, mark in victims:
+    def _split_victims(self, victims: list[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
+        """Return who fits the host pool, in the order chosen, and who must be computed again."""
+        room, swapped, lost = self.swap.num_free_blocks, [], []
+        for seq in victims:
+            num_blocks = self.kv.num_blocks(seq.seq_id)
+            if num_blocks <= room:
+                room -= num_blocks
+                swapped.append(seq)
+            else:
+                lost.append(seq)
+        return swapped, lost
+
+    def _undo(self, tx: StepTransaction, undo: _UndoPoint, restarted: list[tuple[Sequence, SequenceMark]]) -> None:
+        for seq, mark in restarted:
             seq.reset(mark)
         for seq, mark in undo.chunks:
             seq.reset(mark)
         for row in tx.plan.decode_rows:
-            if tx.sequences[row.seq_id].status is not SequenceStatus.CANCELLED:
+            if self._is_live(tx, tx.sequences[row.seq_id]):
                 tx.sequences[row.seq_id].reset_decode(row.start)
         tx.reopen_leases(self.kv)
         self.running.reset(undo.running)
 
-    def _settle(self, tx: StepTransaction, finished: list[Sequence], victims: list[Sequence]) -> None:
-        """After the last act: the step is over, victims wait again, finished requests are forgotten."""
+    def _settle(
+        self, tx: StepTransaction, finished: list[Sequence], swapped: list[Sequence], lost: list[Sequence]
+    ) -> None:
+        """After the last act: the step is over, victims wait or go to host memory, finished requests are forgotten."""
         tx.is_open = False
         self._committed_steps.append(tx.step_id)
         self._land(tx)
         for seq in finished:
             del self._sequences[seq.request.request_id]
-        for seq in victims:
+        for seq in lost:
             self.waiting.push(seq)
+        for seq in swapped:
+            self._begin_swap_out(seq)
+
+    # Swap
+
+    def _begin_swap_out(self, seq: Sequence) -> None:
+        """Ask for the copy to host memory; the blocks stay fenced until ``end_swap_out``."""
+        self.running.discard(seq)
+        seq.move_to(SequenceStatus.SWAPPED)
+        seq.num_preemptions += 1
+        transfer = self.swap.begin_out(seq, self.kv.block_ids(seq))
+        self.kv.fence_sequence(seq, transfer.fence_id)
+
+    def begin_swap_ins(self) -> None:
+        """Lease blocks for swapped sequences that can come back, by rank, and ask for the copies.
+
+        One comes back only if the running keep their headroom, so that it is not thrown out at once.
+        """
+        for seq in self.swap.resting():
+            num_blocks = self.swap.sizes[seq.seq_id]
+            headroom = min(len(self.running), 1 + self.kv.pool.num_blocks // 100) + 1
+            is_alone = not self.running and not self.in_flight
+            if num_blocks + (0 if is_alone else headroom) > self.kv.pool.num_free:
+                return
+            self.kv.ensure_sequence_capacity(seq, num_blocks * self.kv.block_size)
+            self.kv.commit_sequence_reservation(seq)
+            self.swap.begin_in(seq.seq_id, self.kv.block_ids(seq))
+
+    def take_swap_transfers(self) -> list[SwapTransfer]:
+        """Return the copies to make before the next step, in order, each once; each must be ended or failed."""
+        return self.swap.take_transfers()
+
+    def end_swap(self, transfer: SwapTransfer) -> None:
+        """A copy is made: ``out`` frees the device blocks, ``in`` lets the sequence run on at its old offset."""
+        seq = self.swap.owner(transfer)
+        self.kv.pool.lift(transfer.fence_id)
+        if seq is None:
+            return
+        if transfer.direction == "out":
+            self.swap.end_out(transfer.seq_id)
+        else:
+            self.swap.remove(transfer.seq_id)
+            self.running.enter(seq)
+
+    def fail_swap(self, transfer: SwapTransfer) -> None:
+        """A copy failed: the sequence is computed again from its tokens."""
+        seq = self.swap.owner(transfer)
+        if seq is not None:
+            num_lost = self.counts.num_recomputed_tokens + seq.committed_kv_tokens
+            self.counts = replace(self.counts, num_recomputed_tokens=num_lost)
+            self._evict(seq)
+            seq.restart()
+            self.waiting.push(seq)
+        self.kv.pool.lift(transfer.fence_id)
 
     def _count(self, tx: StepTransaction, outputs: list[StepOutput], num_victims: int, num_lost_tokens: int) -> None:
         counts, plan = self.counts, tx.plan
@@ -378,6 +538,8 @@ class Scheduler:
             running.rotation,
             running.num_decode_gap_steps,
             [s.seq_id for s in self.waiting],
+            list(self.paused),
+            self.swap.fingerprint(),
             dict(self.in_flight),
             list(self._events),
             self.kv.fingerprint(),
@@ -389,12 +551,18 @@ class Scheduler:
         Raises: ``InvariantError`` naming the broken rule.
         """
         self.kv.check()
+        self.swap.check()
         for seq in self._sequences.values():
             seq.check()
             reserved = self.kv.num_reserved_tokens(seq.seq_id)
-            if seq.committed_kv_tokens > reserved:
+            if seq.committed_kv_tokens > reserved and seq.status is not SequenceStatus.SWAPPED:
                 raise InvariantError(f"sequence {seq.seq_id} committed {seq.committed_kv_tokens} of {reserved} tokens")
-            places = (seq.seq_id in self.waiting) + (self.running.get(seq.seq_id) is not None)
+            places = (
+                (seq.seq_id in self.waiting)
+                + (seq.seq_id in self.paused)
+                + (seq.seq_id in self.swap.states)
+                + (self.running.get(seq.seq_id) is not None)
+            )
             is_newcomer_in_flight = seq.status is SequenceStatus.WAITING and seq.seq_id in self.in_flight
             if places != (0 if is_newcomer_in_flight else 1):
                 raise InvariantError(f"sequence {seq.seq_id} ({seq.status.value}) stands in {places} queues")

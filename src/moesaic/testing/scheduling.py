@@ -8,6 +8,7 @@ from moesaic.kv.pool import BlockPool
 from moesaic.kv.table import PagedKVCache
 from moesaic.request import Request, SamplingParams, StepOutput
 from moesaic.sched.factory import make_policy
+from moesaic.sched.ordering import Ordering
 from moesaic.sched.plan import StepPlan
 from moesaic.sched.scheduler import Scheduler
 from moesaic.sequence import SeqId, Sequence
@@ -28,12 +29,12 @@ class ManualClock:
 
 
 def create_request(
-    request_id: str = "r0", num_prompt_tokens: int = 4, max_tokens: int = 4, **params: object
+    request_id: str = "r0", num_prompt_tokens: int = 4, max_tokens: int = 4, *, priority: int = 0, **params: object
 ) -> Request:
     """Return a greedy request with a distinct prompt of ``num_prompt_tokens`` token ids."""
     sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, **params)  # type: ignore[arg-type]  # test input
     tokens = tuple((7 * i + len(request_id)) % 50 for i in range(num_prompt_tokens))
-    return Request(request_id=request_id, prompt_token_ids=tokens, sampling_params=sampling)
+    return Request(request_id=request_id, prompt_token_ids=tokens, sampling_params=sampling, priority=priority)
 
 
 def create_scheduler(
@@ -48,6 +49,9 @@ def create_scheduler(
     max_partial_prefills: int = 4,
     max_model_len: int = 10_000,
     eos_token_ids: tuple[int, ...] = (),
+    ordering: Ordering | None = None,
+    max_waiting_requests: int | None = None,
+    num_swap_blocks: int = 0,
 ) -> Scheduler:
     """Return a scheduler over its own pool; settings pass the engine's own validation."""
     config = EngineConfig(
@@ -66,6 +70,9 @@ def create_scheduler(
         max_batch_size=max_batch_size,
         max_model_len=max_model_len,
         eos_token_ids=eos_token_ids,
+        ordering=ordering,
+        max_waiting_requests=max_waiting_requests,
+        num_swap_blocks=num_swap_blocks,
     )
 
 
@@ -95,7 +102,10 @@ class FakeRunner:
 
 
 def run_step(scheduler: Scheduler, runner: FakeRunner) -> list[StepOutput]:
-    """Run one whole step and return its outputs, aborts included."""
+    """Run one whole step and return its outputs, aborts included; swap copies are made at once."""
+    scheduler.begin_swap_ins()
+    for transfer in scheduler.take_swap_transfers():
+        scheduler.end_swap(transfer)
     with scheduler.step() as tx:
         outputs = tx.commit(runner.run(tx.plan, tx.sequences))
     return scheduler.take_events() + outputs
