@@ -56,6 +56,19 @@ def test_the_share_done_grows_to_one_when_every_token_was_computed(tiny_dir: Pat
     assert shares[-1] == 1.0
 
 
+def test_a_long_prompt_is_admitted_at_once_into_the_blocks_that_a_scenario_asks_for(tiny_dir: Path) -> None:
+    """Streams whose last block is already theirs leave no slack: an exact pool would make the prompt wait."""
+    streams = tuple(Ask(request_id=f"s{i}", prompt_token_ids=(5,) * 8, max_tokens=8, ignore_eos=True) for i in range(4))
+    late = Ask(request_id="late", prompt_token_ids=tuple(range(1, 65)), max_tokens=1)
+    scenario = Scenario(streams=streams, late=late, lead_in_tokens=2)
+    config = EngineConfig(
+        max_tokens_per_step=128, max_batch_size=8, num_kv_blocks=scenario.num_kv_blocks(16), device="cpu"
+    )
+    ticks = count()
+    timeline = run_scenario(EngineCore.from_path(tiny_dir, config), scenario, clock=lambda: float(next(ticks)))
+    assert timeline.ttft_s == 1
+
+
 def test_both_arms_give_the_same_tokens(tiny_dir: Path) -> None:
     off, on = (run_scenario(_engine(tiny_dir, is_chunked=c), _scenario()) for c in (False, True))
     assert off.outputs == on.outputs

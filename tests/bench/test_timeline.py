@@ -65,7 +65,7 @@ def test_a_strip_marks_the_spans_in_which_a_token_came_and_leaves_out_what_came_
     assert token_strip(timeline, span_s=8.0, width=8) == "##.....#"
 
 
-def test_a_scenario_has_blocks_for_all_its_requests_at_once() -> None:
+def test_a_scenario_has_blocks_for_all_its_requests_at_once_and_one_to_spare_for_each() -> None:
     asks = [Ask(request_id=str(n), prompt_token_ids=(1,) * n, max_tokens=4) for n in (12, 13)]
     scenario = Scenario(streams=(asks[0],), late=asks[1], lead_in_tokens=1)
-    assert scenario.num_kv_blocks(block_size=16) == 1 + 2
+    assert scenario.num_kv_blocks(block_size=16) == (1 + 1) + (2 + 1)

@@ -117,8 +117,8 @@ def _tokens_per_s(batch: Batch) -> float:
 
 
 def _budget(settings: OfflineSettings, lengths: SequenceOf[int]) -> Budget:
-    """Enough KV blocks that neither arm ever waits for one."""
-    num_blocks = sum(blocks_for_tokens(n + settings.max_tokens, BLOCK_SIZE) for n in lengths)
+    """Enough KV blocks that neither arm ever waits for one, with one to spare per prompt as headroom."""
+    num_blocks = sum(blocks_for_tokens(n + settings.max_tokens, BLOCK_SIZE) + 1 for n in lengths)
     return Budget(
         max_tokens_per_step=settings.max_tokens_per_step,
         max_batch_size=settings.num_prompts,

@@ -8,6 +8,7 @@ from itertools import pairwise
 
 from moesaic.engine.core import EngineCore
 from moesaic.errors import MoesaicError
+from moesaic.kv.geometry import blocks_for_tokens
 from moesaic.request import SamplingParams
 
 Clock = Callable[[], float]
@@ -48,8 +49,11 @@ class Scenario:
         return (*self.streams, self.late)
 
     def num_kv_blocks(self, block_size: int) -> int:
-        """Return the KV blocks with which no request ever waits for another."""
-        return sum(-(-ask.num_tokens // block_size) for ask in self.asks)
+        """Return the KV blocks with which no request ever waits for another.
+
+        One more for each request: a prompt is admitted only if it leaves a block free for every running row.
+        """
+        return sum(blocks_for_tokens(ask.num_tokens, block_size) + 1 for ask in self.asks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
