@@ -23,9 +23,7 @@ def model(tiny_dir: Path) -> HFCausalLM:
     return load_model(tiny_dir)
 
 
-def create_core(
-    model: HFCausalLM, clock: ManualClock | None = None, **settings: Any
-) -> EngineCore:  # Any: many
+def create_core(model: HFCausalLM, clock: ManualClock | None = None, **settings: Any) -> EngineCore:  # Any: many
     defaults = {
         "enable_chunked_prefill": True,
         "prefill_chunk_size": 4,
