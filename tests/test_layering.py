@@ -20,7 +20,8 @@ LAYERS: tuple[tuple[str, bool, str], ...] = (
         "decisions",
         False,
         "sched.plan sched.ordering sched.queues sched.policy sched.swap sched.whole sched.chunked "
-        "sched.preempt sched.running sched.invariants sched.factory sched.scheduler sched.transaction",
+        "sched.preempt sched.running sched.invariants sched.factory sched.scheduler sched.transaction "
+        "sched.decisions sched.recording sched.replay",
     ),
     ("tensors", True, "batch kv.store kv.swap"),
     ("built-in models", True, "builtin builtin.cache builtin.tokens builtin.tiny builtin.smol"),
@@ -30,17 +31,18 @@ LAYERS: tuple[tuple[str, bool, str], ...] = (
         "attention.base attention.reference attention.flashinfer attention.select "
         "experts.base experts.resident experts.offloaded experts.transfer",
     ),
-    ("models", True, "models.base models.info models.families models.hf models.loader"),
+    ("models", True, "models.base models.info models.families models.hf models.loader models.weights"),
     (
         "running",
         True,
         "runner tokenwise graphs sampling.draw sampling.filters sampling.logprobs sampling.penalties sampling.row "
-        "sampling.sampler sampling.stopping sampling.transfer",
+        "sampling.rowwise sampling.sampler sampling.stopping sampling.transfer",
     ),
     (
         "engine",
         True,
-        "engine.memory engine.deadlines engine.core engine.llm engine.client engine.process engine.detokenizer "
+        "engine.memory engine.model_plan "
+        "engine.deadlines engine.core engine.llm engine.client engine.process engine.detokenizer "
         "engine.outputs engine.prompt_logprobs engine.loop engine.chunk_budget engine.supervisor",
     ),
     (
@@ -49,7 +51,7 @@ LAYERS: tuple[tuple[str, bool, str], ...] = (
         "server.protocol server.errors server.replies server.logprobs server.vocabulary server.generation server.chat "
         "server.completions server.served_model server.app server.main server.sse server.auth "
         "bench.workload bench.client bench.paired bench.report bench.progress bench.timeline bench.peer bench.offline "
-        "bench.stall bench.planner bench.run demo.scene demo.run demo.show",
+        "bench.stall bench.planner bench.pressure bench.run demo.scene demo.run demo.show",
     ),
     ("command line", True, "cli"),
 )

@@ -104,6 +104,30 @@ def serve(
 
 
 @app.command()
+@with_engine_flags
+def plan(model: ModelArgument, *, config: EngineConfig) -> None:
+    """Print what a model and its KV cache would take on this machine, without loading weights."""
+    from moesaic.engine.model_plan import plan_block, plan_model
+    from moesaic.models.loader import resolve_model_path
+
+    typer.echo(plan_block(model, plan_model(resolve_model_path(model, with_weights=False), config)))
+
+
+@app.command()
+def replay(file: Annotated[Path, typer.Argument(help="A file that --decision-log made.")]) -> None:
+    """Make the scheduling decisions of a recorded run again, and exit with 1 if one differs."""
+    from moesaic.sched.replay import replay as run_replay
+
+    result = run_replay(file)
+    typer.echo(f"{result.num_steps} steps and {result.num_commands} commands replayed")
+    if result.is_truncated:
+        typer.echo("the last line is cut off, as a crash leaves it; it was left out")
+    typer.echo("no difference" if result.first_difference is None else f"first difference: {result.first_difference}")
+    if result.first_difference is not None:
+        raise typer.Exit(1)
+
+
+@app.command()
 def demo(
     *,
     model: Annotated[str, typer.Option(help="smol, tiny, or another chat model.")] = "smol",
@@ -218,6 +242,23 @@ def bench_planner(
 
         changes = _given(num_decode_rows=tuple(rows) if rows else None, num_steps=steps)
         return [partial(run_planner, PlannerSettings(**changes))]
+
+    _run_benches(benches, json, None)
+
+
+@bench_app.command("pressure")
+def bench_pressure(
+    *,
+    hours: Annotated[float | None, typer.Option(min=0.001, help="Hours of simulated arrivals.")] = None,
+    requests_per_s: Annotated[float | None, typer.Option(min=0.001, help="Arrivals per simulated second.")] = None,
+    json: JsonOption = None,
+) -> None:
+    """Simulate traffic on a small KV pool: tokens computed again, by choice of victims and with swap."""
+
+    def benches() -> list["Bench"]:
+        from moesaic.bench.pressure import PressureSettings, run_pressure
+
+        return [partial(run_pressure, PressureSettings(**_given(hours=hours, requests_per_s=requests_per_s)))]
 
     _run_benches(benches, json, None)
 

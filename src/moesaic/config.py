@@ -64,6 +64,8 @@ class EngineConfig:
     """Run tokens one by one so that outputs are equal bit for bit whatever runs beside them; slow, for reference."""
     max_consecutive_failed_steps: int = 3
     """Failed steps in a row after which the engine gives up: all requests end, no more are taken; at least 1."""
+    decision_log: str | None = None
+    """File for what the scheduler was told and planned, to be replayed; replaced at start. The default is none."""
     strict: bool = False
     """Refuse to start where a requested feature would fall back to another."""
 

@@ -18,20 +18,21 @@ from moesaic.errors import EngineDeadError, RequestError
 from moesaic.models.hf import HFCausalLM
 from moesaic.models.loader import load_model
 from moesaic.request import SamplingParams, StepOutput
+from moesaic.sched.transaction import StepTransaction
 
 PROMPTS = ((72, 101, 108), (10, 20, 30, 40, 50), (7,))
 CONFIG = EngineConfig(device="cpu", num_kv_blocks=512, enable_chunked_prefill=True)
 
 
 class FailingCore(EngineCore):
-    """A core whose device is lost in its fifth step with ``num_requests`` requests."""
+    """A core whose device is lost for good in its fifth step with ``num_requests`` requests."""
 
     num_requests = 1
     num_steps = 0
 
     def step(self) -> list[StepOutput]:
         self.num_steps += len(self.scheduler.sequences) == self.num_requests
-        if self.num_steps == 5:
+        if self.num_steps >= 5:
             raise RuntimeError("device lost")
         return super().step()
 
@@ -205,6 +206,30 @@ def test_a_dead_engine_tells_every_waiter_why(model: HFCausalLM) -> None:
     core = FailingCore(model, CONFIG)
     core.num_requests = len(PROMPTS)
     run(core, scenario)
+
+
+def test_a_failed_step_ends_its_streams_with_an_error_and_the_engine_serves_on(model: HFCausalLM) -> None:
+    class Stumbling(EngineCore):
+        def _run(self, tx: StepTransaction) -> list[StepOutput]:
+            outputs = super()._run(tx)
+            if self.stats()["num_steps"] == 3:
+                raise OSError("bad sector")
+            return outputs
+
+    async def scenario(client: ThreadEngineClient) -> list[tuple[int, ...]]:
+        stream = await client.submit(submission(max_tokens=100))
+        deltas = [delta async for delta in stream]
+        assert [d.finish_reason for d in deltas] == [None, None, "error"]
+        assert deltas[-1].output is not None
+        assert deltas[-1].output.error == deltas[-1].error
+        assert "OSError" in (deltas[-1].error or "")
+        assert client.is_healthy
+        stats = await client.stats()
+        assert (stats["num_failed_steps"], stats["num_failed_requests"], stats["is_healthy"]) == (1, 1, True)
+        assert await all_blocks_free(client)
+        return list((await tokens_of(await client.submit(submission(PROMPTS[1])))).values())
+
+    assert run(Stumbling(model, CONFIG), scenario) == offline(EngineCore(model, CONFIG), [PROMPTS[1]])
 
 
 def test_an_engine_that_dies_with_a_command_tells_its_sender(model: HFCausalLM) -> None:

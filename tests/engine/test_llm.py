@@ -1,7 +1,10 @@
+import itertools
+from typing import Any
+
 import pytest
 
 from moesaic import LLM, EngineConfig, RequestOutput, SamplingParams
-from moesaic.errors import ConfigError, ModelLoadError, RequestError
+from moesaic.errors import ConfigError, EngineDeadError, ModelLoadError, RequestError
 from moesaic.testing.models import save_tiny
 
 GREEDY = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
@@ -97,3 +100,42 @@ def test_settings_are_those_of_the_engine_config(tiny_dir) -> None:  # type: ign
 def test_unknown_models_are_refused(tmp_path) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(ModelLoadError, match="no directory"):
         LLM(tmp_path / "nowhere")
+
+
+def test_an_answer_whose_step_failed_says_so_and_the_others_are_whole(
+    tiny_dir,  # type: ignore[no-untyped-def]  # a path
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    llm = LLM(tiny_dir, num_kv_blocks=64, max_batch_size=1)
+    sample, num_calls = llm.engine.sampler.sample, itertools.count(1)
+
+    def fail_second(*args: Any) -> Any:
+        if next(num_calls) == 2:
+            raise OSError("fault")
+        return sample(*args)
+
+    monkeypatch.setattr(llm.engine.sampler, "sample", fail_second)
+    broken, sound = llm.generate(["a", "b"], GREEDY, use_tqdm=False)
+    assert (broken.finish_reason, len(broken.token_ids)) == ("error", 1)
+    assert "OSError" in (broken.error or "")
+    assert (sound.finish_reason, len(sound.token_ids), sound.error) == ("length", 5, None)
+    assert llm.stats()["num_failed_steps"] == 1
+
+
+def test_an_engine_that_gives_up_is_an_exception_with_its_cause(
+    tiny_dir,  # type: ignore[no-untyped-def]  # a path
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    llm = LLM(tiny_dir, num_kv_blocks=64, max_batch_size=1, max_consecutive_failed_steps=2)
+
+    def fail(*args: Any) -> Any:
+        raise OSError("device lost")
+
+    monkeypatch.setattr(llm.engine.sampler, "sample", fail)
+    for _ in range(2):
+        with pytest.raises(EngineDeadError, match="device lost") as caught:
+            llm.generate(["a", "b", "c"], GREEDY, use_tqdm=False)
+        assert isinstance(caught.value.__cause__, OSError)
+    assert not llm.engine.has_pending_requests()
+    stats = llm.stats()
+    assert (stats["is_healthy"], stats["kv_blocks_free"]) == (False, 64)

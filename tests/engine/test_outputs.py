@@ -179,6 +179,15 @@ def test_a_client_that_leaves_gets_what_there_was() -> None:
     assert processor.finish("a", "abort", 4.0) is None
 
 
+def test_a_failure_says_why_and_keeps_what_there_was() -> None:
+    processor = create_processor(stop="END")
+    step(processor, "xE")
+    delta = delta_of(processor, (), finish_reason="error", error="the step failed")
+    output = output_of(delta)
+    assert (delta.text, delta.finish_reason, delta.error) == ("E", "error", "the step failed")
+    assert (output.text, output.finish_reason, output.error) == ("xE", "error", "the step failed")
+
+
 def test_an_id_in_use_is_refused_and_free_again_after_the_end() -> None:
     processor = create_processor()
     with pytest.raises(DuplicateRequestError, match="'a' is in use"):

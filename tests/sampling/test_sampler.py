@@ -279,7 +279,7 @@ def test_broken_logits_name_their_rows(value: float, params: dict[str, Any]) -> 
         SamplingError, match=r"2 of 5 rows: row 1 at output 0 has NaN or infinite logits; row 4"
     ) as error:
         create_sampler().sample(logits, [create_row(**params)] * 5)
-    assert error.value.rows == (1, 4)
+    assert (error.value.rows, error.value.own_fault_rows) == ((1, 4), ())
     with pytest.raises(SamplingError, match=r"positions \[1, 4\]") as error:
         create_sampler().prompt_logprobs(logits, [0] * 5, 1)
     assert error.value.rows == (1, 4)
@@ -293,8 +293,9 @@ def test_a_single_token_of_minus_infinity_is_just_impossible() -> None:
 
 def test_a_request_that_forbids_every_token_is_told_so() -> None:
     row = create_row(min_tokens=2, stop_token_ids=list(range(1, 4)))
-    with pytest.raises(SamplingError, match="has no token left"):
-        create_sampler(4).sample(torch.zeros(1, 4), [row])
+    with pytest.raises(SamplingError, match="has no token left") as error:
+        create_sampler(4).sample(torch.zeros(2, 4), [create_row(), row])
+    assert (error.value.rows, error.value.own_fault_rows) == ((1,), (1,))
 
 
 def test_logits_of_another_shape_or_type_are_our_own_bug() -> None:

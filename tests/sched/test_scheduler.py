@@ -260,3 +260,21 @@ def test_leases_never_exceed_the_pool() -> None:
     scheduler = create_scheduler(num_blocks=4)
     with pytest.raises(CapacityError):
         scheduler.kv.pool.reserve(5)
+
+
+@pytest.mark.parametrize("ending", ["commit", "rollback"])
+def test_a_step_that_lost_a_row_leaves_the_row_s_next_lease_alone(ending: str) -> None:
+    """The request is paused in flight and is in a second step when the first one ends."""
+    scheduler, runner = create_scheduler(), FakeRunner()
+    scheduler.add(create_request("a", 6))
+    first = scheduler.step()
+    tokens = runner.run(first.plan, first.sequences)
+    scheduler.pause("a")
+    scheduler.resume("a")
+    second = scheduler.step()
+    (seq,) = second.sequences.values()
+    first.commit(tokens) if ending == "commit" else first.rollback()
+    assert scheduler.kv.num_blocks(seq) == 2
+    second.rollback()
+    assert scheduler.kv.num_blocks(seq) == 0
+    scheduler.check()

@@ -140,3 +140,15 @@ def test_preempting_in_flight_drops_the_token_and_samples_it_again() -> None:
     assert tx.commit(runner.run(tx.plan, tx.sequences)) == []
     assert len(run_until_idle(scheduler, runner)["a"]) == 3
     assert not scheduler.preempt("a")
+
+
+def test_those_who_come_back_together_leave_each_other_a_next_block() -> None:
+    """Two that came back at once filled the pool to the last block, and then neither could ever move again."""
+    scheduler, runner = create_scheduler(num_blocks=5, block_size=1, num_swap_blocks=5), FakeRunner()
+    for name, num_prompt, max_tokens in (("a", 1, 5), ("b", 2, 4), ("c", 2, 4)):
+        scheduler.add(create_request(name, num_prompt, max_tokens))
+    while len(scheduler.swap.resting()) < 2:
+        run_step(scheduler, runner)
+    assert sum(scheduler.swap.sizes.values()) == 5
+    scheduler.abort("a")
+    assert run_until_idle(scheduler, runner).keys() == {"a", "b", "c"}

@@ -18,6 +18,7 @@ from moesaic.engine.core import EngineCore
 from moesaic.models.hf import HFCausalLM
 from moesaic.models.loader import load_model, load_tokenizer
 from moesaic.request import StepOutput
+from moesaic.sched.transaction import StepTransaction
 from moesaic.server.app import create_app
 from moesaic.server.served_model import ServedModel
 
@@ -30,13 +31,13 @@ Serve = Callable[..., TestClient]
 
 
 class FailingCore(EngineCore):
-    """A core whose device is lost in its tenth step with four requests."""
+    """A core whose device is lost for good in its tenth step with four requests."""
 
     num_steps = 0
 
     def step(self) -> list[StepOutput]:
         self.num_steps += len(self.scheduler.sequences) == 4
-        if self.num_steps == 10:
+        if self.num_steps >= 10:
             raise RuntimeError("device lost")
         return super().step()
 
@@ -276,6 +277,32 @@ def test_a_model_of_token_ids_only_takes_and_gives_them(model: HFCausalLM) -> No
         choice = client.post("/v1/completions", json=body).json()["choices"][0]
         assert (choice["text"], len(choice["token_ids"])) == ("", 4)
         assert choice["logprobs"]["tokens"][:2] == ["token_id:1", "token_id:2"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_failed_step_is_told_to_its_request_and_the_server_goes_on(serve: Serve, stream: bool) -> None:
+    class Stumbling(EngineCore):
+        def _run(self, tx: StepTransaction) -> list[StepOutput]:
+            outputs = super()._run(tx)
+            if self.stats()["num_steps"] == 3:
+                raise OSError("secret of the machine")
+            return outputs
+
+    client = serve(Stumbling)
+    response = client.post("/v1/completions", json={**COMPLETION, "max_tokens": 100, "stream": stream})
+    if stream:
+        *_, last, done, _ = response.text.split("\n\n")
+        assert done == "data: [DONE]"
+        error = json.loads(last.removeprefix("data: "))["error"]
+    else:
+        error = error_of(response, 500)
+    assert (error["type"], error["code"]) == ("InternalServerError", 500)
+    assert "OSError" in error["message"]
+    assert "secret" not in error["message"]
+    assert client.get("/health").status_code == 200
+    stats = client.get("/v1/stats").json()
+    assert (stats["num_failed_steps"], stats["last_error"], stats["is_healthy"]) == (1, "OSError", True)
+    assert client.post("/v1/completions", json=COMPLETION).status_code == 200
 
 
 def test_when_the_engine_dies_every_waiter_is_told_and_health_turns_red(serve: Serve) -> None:

@@ -15,26 +15,23 @@ from moesaic.attention.select import Selection, select_attention
 from moesaic.batch import RaggedBatch
 from moesaic.config import EngineConfig
 from moesaic.engine.deadlines import Deadlines
-from moesaic.engine.memory import free_bytes, kv_budget_bytes, plan_memory
+from moesaic.engine.memory import FreeMemory, context_length, plan_memory, resolve_device
 from moesaic.engine.prompt_logprobs import PromptLogprobs
-from moesaic.errors import ConfigError, EngineDeadError, RequestError
+from moesaic.errors import EngineDeadError, RequestError
 from moesaic.kv.geometry import KVGeometry
-from moesaic.kv.pool import BlockPool
 from moesaic.kv.store import LayeredPagedKVStore
 from moesaic.kv.swap import HostSwapPool
-from moesaic.kv.table import PagedKVCache
 from moesaic.models.base import CausalLM
 from moesaic.models.loader import load_model
 from moesaic.request import Request, SamplingParams, StepOutput
 from moesaic.runner import ModelRunner
 from moesaic.sampling.row import SamplingRow
+from moesaic.sampling.rowwise import RowwiseSampler
 from moesaic.sampling.sampler import SampledTokens, Sampler
-from moesaic.sched.factory import make_policy
-from moesaic.sched.ordering import Ordering
-from moesaic.sched.scheduler import Scheduler
+from moesaic.sched.factory import make_scheduler
 from moesaic.sched.transaction import StepTransaction
 from moesaic.sequence import Sequence
-from moesaic.tokenwise import TokenwiseRunner
+from moesaic.tokenwise import TokenwiseRunner, check_tokenwise
 
 logger = logging.getLogger(__name__)
 
@@ -51,33 +48,29 @@ class EngineCore:
         config.validate()
         self.model = model
         self.config = config
-        self.max_model_len = _context_length(config, model.info.max_model_len)
+        if config.batch_invariant:
+            check_tokenwise(model.device)
+        self.max_model_len = context_length(config, model.info.max_model_len)
         geometry = KVGeometry(
             layers=model.info.kv_shapes, block_size=config.block_size, element_bytes=model.dtype.itemsize
         )
         self.attention: Selection = select_attention(config.attention_backend, geometry, model.device, config.strict)
-        is_asked = config.num_kv_blocks is not None or config.kv_cache_bytes is not None
-        room = free_bytes(model.device) if is_asked else kv_budget_bytes(model.device)
-        self.memory = plan_memory(config, geometry, self.max_model_len, room)
+        self.memory = plan_memory(config, geometry, self.max_model_len, FreeMemory.of(model.device))
         num_blocks = self.memory.num_kv_blocks
         store = LayeredPagedKVStore(geometry, num_blocks, model.dtype, model.device)
         make_runner = TokenwiseRunner if config.batch_invariant else ModelRunner
         self.runner = make_runner(model, self.attention.backend, store)
-        self.scheduler = Scheduler(
-            kv=PagedKVCache(BlockPool(num_blocks), config.block_size),
-            policy=make_policy(config),
-            max_tokens_per_step=config.max_tokens_per_step,
-            max_batch_size=config.max_batch_size,
+        self.scheduler = make_scheduler(
+            config,
+            num_blocks=num_blocks,
             max_model_len=self.max_model_len,
-            eos_token_ids=model.info.eos_token_ids,
-            seed=config.seed,
-            ordering=Ordering(config.scheduling_policy, config.priority_aging_steps, config.max_tokens_per_step),
-            max_waiting_requests=config.max_waiting_requests,
             num_swap_blocks=config.swap_space_bytes // geometry.bytes_per_block,
+            eos_token_ids=model.info.eos_token_ids,
         )
         self.swap_pool = HostSwapPool(store)
         self._deadlines = Deadlines(clock)
-        self.sampler = Sampler(vocab_size=model.info.vocab_size, eos_token_ids=model.info.eos_token_ids)
+        make_sampler = RowwiseSampler if config.batch_invariant else Sampler
+        self.sampler = make_sampler(vocab_size=model.info.vocab_size, eos_token_ids=model.info.eos_token_ids)
         self._prompt_logprobs = PromptLogprobs()
         self._failed_step: StepTransaction | None = None
         self._death_cause: BaseException | None = None
@@ -90,7 +83,7 @@ class EngineCore:
         Raises: ``ModelLoadError``, ``ConfigError``.
         """
         config.validate()
-        device = _resolve_device(config.device)
+        device = resolve_device(config.device)
         dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
         model = load_model(
             path, dtype=dtype, device=device, load_format=config.load_format, seed=config.seed, progress=progress
@@ -205,7 +198,7 @@ class EngineCore:
         for sequence, timeout_s in self._deadlines.expired():
             name = sequence.request.request_id
             if self.scheduler.get(name) is sequence:
-                self.scheduler.fail(name, f"unfinished after {timeout_s} s (timeout_s); allow more time")
+                self.fail_request(name, f"unfinished after {timeout_s} s (timeout_s); allow more time")
         self._swap()
         with self.scheduler.step() as tx:
             try:
@@ -262,6 +255,7 @@ class EngineCore:
             "num_waiting": len(scheduler.waiting),
             "num_running": len(scheduler.running),
             "num_requests_by_status": by_status,
+            "num_kv_blocks": pool.num_blocks,
             "kv_blocks_total": pool.num_blocks,
             "kv_blocks_free": pool.num_free,
             "kv_block_size_tokens": self.config.block_size,
@@ -288,7 +282,7 @@ class EngineCore:
             "batch_invariant": {
                 "requested": self.config.batch_invariant,
                 "active": self.config.batch_invariant,
-                "reason": "each token has a forward of its own" if self.config.batch_invariant else "not requested",
+                "reason": "each token runs and samples alone" if self.config.batch_invariant else "not requested",
             },
             "experts": {"requested": "resident", "active": "none", "reason": "the model's experts are its own code"}
             if experts is None
@@ -306,21 +300,3 @@ def engine_dead(cause: BaseException) -> EngineDeadError:
 def _sampling_row(seq: Sequence) -> SamplingRow:
     request = seq.request
     return SamplingRow(request.sampling_params, request.prompt_token_ids, seq.output_token_ids, seq.seed)
-
-
-def _context_length(config: EngineConfig, model_context: int) -> int:
-    if config.max_model_len is None:
-        return model_context
-    if config.max_model_len > model_context:
-        raise ConfigError(
-            f"max_model_len is {config.max_model_len} but the model was made for {model_context} tokens; "
-            f"lower --max-model-len to {model_context}"
-        )
-    return config.max_model_len
-
-
-def _resolve_device(device: str) -> torch.device:
-    has_cuda = torch.cuda.is_available()
-    if device == "cuda" and not has_cuda:
-        raise ConfigError("device is cuda but torch finds no GPU; install a CUDA build of torch or use --device cpu")
-    return torch.device("cuda" if device != "cpu" and has_cuda else "cpu")

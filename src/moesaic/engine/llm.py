@@ -12,6 +12,7 @@ from tqdm.auto import tqdm
 from moesaic.config import EngineConfig, config_fields
 from moesaic.engine.core import EngineCore
 from moesaic.engine.outputs import OutputProcessor
+from moesaic.engine.supervisor import StepSupervisor
 from moesaic.errors import ConfigError, RequestError
 from moesaic.models.loader import load_tokenizer, resolve_model_path
 from moesaic.request import RequestOutput, SamplingParams
@@ -32,6 +33,7 @@ class LLM:
         path = resolve_model_path(str(model))
         self.tokenizer = load_tokenizer(path)
         self.engine = EngineCore.from_path(path, config)
+        self._supervisor = StepSupervisor(self.engine)
         self._outputs = OutputProcessor(self.tokenizer)
         self._ids = itertools.count()
 
@@ -44,8 +46,9 @@ class LLM:
     ) -> list[RequestOutput]:
         """Return one answer per prompt, in order; a prompt is text or a list of token ids.
 
-        ``sampling_params`` are one for all or one per prompt. A bad prompt is refused before any of them runs.
-        Raises: ``RequestError``.
+        ``sampling_params`` are one for all or one per prompt. A bad prompt is refused before any of them runs. An
+        answer whose step failed has the ``finish_reason`` "error" and says why in ``error``; the others go on.
+        Raises: ``RequestError``; ``EngineDeadError`` if too many steps in a row failed.
         """
         batch = _as_batch(prompts)
         params = _params_per_prompt(sampling_params, len(batch))
@@ -83,7 +86,7 @@ class LLM:
 
     def stats(self) -> dict[str, Any]:
         """Return the engine's counts and gauges (Any: JSON values)."""
-        return self.engine.stats()
+        return self._supervisor.stats()
 
     def _add(self, prompt: Prompt, params: SamplingParams) -> str:
         request_id = str(next(self._ids))
@@ -106,7 +109,8 @@ class LLM:
         done: dict[str, RequestOutput] = {}
         with tqdm(total=len(ids), desc="requests", unit="req", disable=not use_tqdm, file=sys.stderr) as bar:
             while len(done) < len(ids):
-                step = self._outputs.process(self.engine.step(), time.monotonic())
+                step = self._outputs.process(self._supervisor.step(), time.monotonic())
+                self.engine.check_alive()
                 for request_id in step.aborts:
                     self.engine.abort_request(request_id)
                 for delta in step.deltas:

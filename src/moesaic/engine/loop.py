@@ -9,8 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from moesaic.engine.core import EngineCore
+from moesaic.engine.core import EngineCore, engine_dead
 from moesaic.engine.outputs import OutputProcessor, TextDelta
+from moesaic.engine.supervisor import StepSupervisor
 from moesaic.errors import EngineDeadError, RequestError
 from moesaic.request import SamplingParams
 
@@ -79,10 +80,8 @@ class EngineDied:
     cause: BaseException
 
     def error(self) -> EngineDeadError:
-        """Return a new error for one waiter, its cause chained; a shared one would gather all their tracebacks."""
-        error = EngineDeadError(f"the engine has stopped: {type(self.cause).__name__}: {self.cause}")
-        error.__cause__ = self.cause
-        return error
+        """Return a new error for one waiter, its cause chained."""
+        return engine_dead(self.cause)
 
 
 Event = TextDelta | Answer | Refusal | EngineDied
@@ -102,6 +101,7 @@ class EngineLoop:
         emit: Callable[[list[Event]], None],
     ) -> None:
         self._core = core
+        self._supervisor = StepSupervisor(core)
         self._outputs = outputs
         self._commands = commands
         self._emit = emit
@@ -109,7 +109,10 @@ class EngineLoop:
         self._is_stopping = False
 
     def run(self) -> None:
-        """Serve until ``Stop``; blocks. Any exception of the core goes through."""
+        """Serve until ``Stop`` or until the engine gives up, then told by ``EngineDied``; blocks.
+
+        Any exception outside a step goes through.
+        """
         while not self._is_stopping:
             self._take_commands()
             if self._core.has_pending_requests():
@@ -134,7 +137,7 @@ class EngineLoop:
             case AbortRequests(request_ids):
                 self._end(request_ids)
             case QueryStats(ticket):
-                self._events.append(Answer(ticket, self._core.stats()))
+                self._events.append(Answer(ticket, self._supervisor.stats()))
             case Stop():
                 self._end(tuple(s.request.request_id for s in self._core.scheduler.sequences))
                 self._is_stopping = True
@@ -160,7 +163,13 @@ class EngineLoop:
                 self._events.append(delta)
 
     def _step(self) -> None:
-        step = self._outputs.process(self._core.step(), time.monotonic())
+        outputs = self._supervisor.step()
+        if self._core.death_cause is not None:
+            # The last event of every stream, in place of one terminal delta for each.
+            self._events.append(EngineDied(self._core.death_cause))
+            self._is_stopping = True
+            return
+        step = self._outputs.process(outputs, time.monotonic())
         for request_id in step.aborts:
             self._core.abort_request(request_id)
         self._events += step.deltas

@@ -30,6 +30,8 @@ class TextDelta:
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    error: str | None = None
+    """Why the request failed, with the last delta of one that did."""
     output: RequestOutput | None = None
     """The whole answer, with the last delta."""
 
@@ -147,8 +149,9 @@ class _Stream:
         self._prompt_logprobs = self._prompt_logprobs or output.prompt_logprobs
         self._texts.append(text)
         reason, stop_reason = output.finish_reason, output.stop_reason
+        error = output.error
         if self._stops.matched is not None:
-            reason, stop_reason = "stop", self._stops.matched
+            reason, stop_reason, error = "stop", self._stops.matched, None
         return TextDelta(
             request_id=self._request_id,
             text=text,
@@ -157,7 +160,8 @@ class _Stream:
             prompt_logprobs=output.prompt_logprobs,
             finish_reason=reason,
             stop_reason=stop_reason,
-            output=None if reason is None else self._output(reason, stop_reason, now_s),
+            error=error,
+            output=None if reason is None else self._output(reason, stop_reason, error, now_s),
         )
 
     def _read(self, output: StepOutput) -> str:
@@ -185,7 +189,9 @@ class _Stream:
     def _decoded(self, token_id: int) -> str:
         return "" if self._detokenizer is None else self._detokenizer.push((token_id,))
 
-    def _output(self, reason: FinishReason, stop_reason: int | str | None, now_s: float) -> RequestOutput:
+    def _output(
+        self, reason: FinishReason, stop_reason: int | str | None, error: str | None, now_s: float
+    ) -> RequestOutput:
         return RequestOutput(
             request_id=self._request_id,
             prompt=self._prompt,
@@ -196,6 +202,7 @@ class _Stream:
             stop_reason=stop_reason,
             logprobs=None if self._params.logprobs is None else tuple(self._logprobs),
             prompt_logprobs=self._prompt_logprobs,
+            error=error,
             metrics=self._times.metrics(now_s),
         )
 

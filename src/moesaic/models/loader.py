@@ -31,14 +31,16 @@ LoadFormat = Literal["auto", "dummy"]
 Progress = Callable[[str, float], None]
 """Called with what is being done and the fraction done, in [0, 1]."""
 
+_HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 _EXPERT_TENSOR = re.compile(r"(?P<prefix>.*\bexperts\.)(?P<expert>\d+)(?P<suffix>\..+)")
 _DUMMY_STD = 0.02  # the initializer_range of nearly every family: activations stay finite through many layers
 
 
-def resolve_model_path(model: str, *, progress: Progress | None = None) -> Path:
+def resolve_model_path(model: str, *, progress: Progress | None = None, with_weights: bool = True) -> Path:
     """Return the local directory of a built-in name, a directory or a hub id (downloads if it must).
 
+    Without ``with_weights`` a download leaves them out.
     Raises: ``ModelLoadError`` if it is none of these, with the remedy.
     """
     if model in BUILTIN_NAMES:
@@ -51,7 +53,7 @@ def resolve_model_path(model: str, *, progress: Progress | None = None) -> Path:
             f"model {model!r} is no directory, no built-in ({', '.join(BUILTIN_NAMES)}) and no hub id "
             "(owner/name); check the path"
         )
-    return _download(model)
+    return _download(model, _HUB_FILES if with_weights else tuple(set(_HUB_FILES) - {"*.safetensors"}))
 
 
 def load_model(
@@ -141,11 +143,11 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase | None:
     return tokenizer
 
 
-def _download(model: str) -> Path:
+def _download(model: str, patterns: tuple[str, ...]) -> Path:
     try:
         from huggingface_hub import snapshot_download
 
-        return Path(snapshot_download(model, allow_patterns=["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]))
+        return Path(snapshot_download(model, allow_patterns=list(patterns)))
     except Exception as error:  # the hub client raises many unrelated classes for offline, unknown and forbidden
         raise ModelLoadError(
             f"hub model {model!r} cannot be downloaded ({type(error).__name__}: {error}); "
@@ -257,9 +259,9 @@ def _check_complete(path: Path, found: dict[str, Any]) -> None:
         logger.warning("tensors not used by this model: count=%d first=%s", len(unused), unused[0])
 
 
-def _dummy(path: Path, config: Any, dtype: torch.dtype, device: torch.device, seed: int) -> Any:
-    """Return transformers' model with random weights, made on the device (host memory holds none of them)."""
-    from transformers import AutoModelForCausalLM, GenerationConfig
+def meta_model(config: Any, dtype: torch.dtype) -> Any:
+    """Return transformers' model without memory for its weights (device ``meta``), each of the type it is served in."""
+    from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
@@ -272,6 +274,14 @@ def _dummy(path: Path, config: Any, dtype: torch.dtype, device: torch.device, se
     for name, tensor in model.state_dict(keep_vars=True).items():
         if any(part in name for part in float32):
             tensor.data = tensor.data.to(torch.float32)
+    return model
+
+
+def _dummy(path: Path, config: Any, dtype: torch.dtype, device: torch.device, seed: int) -> Any:
+    """Return transformers' model with random weights, made on the device (host memory holds none of them)."""
+    from transformers import GenerationConfig
+
+    model = meta_model(config, dtype)
     model.to_empty(device=device)
     model.tie_weights()
     _fill(model, torch.Generator(device).manual_seed(seed))

@@ -1,6 +1,6 @@
 """Whom to preempt when blocks run out: a pure choice."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from moesaic.sequence import Rank, SeqId
@@ -19,10 +19,26 @@ class Holder(NamedTuple):
     """Not part of a step in flight."""
 
 
-def choose_victims(holders: Iterable[Holder], num_free_blocks: int) -> tuple[SeqId, ...]:
+VictimOrder = Callable[[Holder], tuple[int, Rank]]
+"""Sorts possible victims; the last goes first."""
+
+
+def cheapest_last(holder: Holder) -> tuple[int, Rank]:
+    """Return the key by which the fewest tokens to recompute go first, among equals the last in rank."""
+    return -holder.recompute_tokens, holder.rank
+
+
+def youngest_last(holder: Holder) -> tuple[int, Rank]:
+    """Return the key by which the last in rank goes first, whatever it costs."""
+    return 0, holder.rank
+
+
+def choose_victims(
+    holders: Iterable[Holder], num_free_blocks: int, order: VictimOrder = cheapest_last
+) -> tuple[SeqId, ...]:
     """Return whom to preempt so that each holder, by rank, has its next block where that is possible.
 
-    A victim always ranks behind the one in need, and the cheapest to recompute goes first. So the first always
+    A victim always ranks behind the one in need, and the last in ``order`` goes first. So the first always
     progresses, and two partial prefills cannot hold blocks against each other.
     """
     alive = {h.rank: h for h in sorted(holders)}
@@ -33,7 +49,7 @@ def choose_victims(holders: Iterable[Holder], num_free_blocks: int) -> tuple[Seq
             continue
         younger = sorted(
             (h for h in alive.values() if h.rank > rank and h.is_movable and h.num_blocks),
-            key=lambda h: (-h.recompute_tokens, h.rank),
+            key=order,
         )
         while num_free_blocks < 1 and younger:
             victim = younger.pop()

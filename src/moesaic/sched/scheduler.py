@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from moesaic.errors import DuplicateRequestError, InvariantError, QueueFullError
-from moesaic.kv.geometry import check_servable, resolve_max_tokens
+from moesaic.kv.geometry import blocks_for_tokens, check_servable, resolve_max_tokens
 from moesaic.kv.table import PagedKVCache
 from moesaic.request import Request, StepOutput, TokenLogprobs
 from moesaic.sched.invariants import check_plan, check_progress, check_waits, checks_enabled
 from moesaic.sched.ordering import Ordering
 from moesaic.sched.plan import DecodeRow
 from moesaic.sched.policy import LaneView, PrefillPolicy, StepView
-from moesaic.sched.preempt import Holder, choose_victims
+from moesaic.sched.preempt import Holder, VictimOrder, cheapest_last, choose_victims
 from moesaic.sched.queues import WaitingQueue
 from moesaic.sched.running import RunningMark, RunningSet
 from moesaic.sched.swap import SwapLedger, SwapTransfer
@@ -70,6 +70,7 @@ class Scheduler:
         ordering: Ordering | None = None,
         max_waiting_requests: int | None = None,
         num_swap_blocks: int = 0,
+        victim_order: VictimOrder = cheapest_last,
     ) -> None:
         self.kv = kv
         self.policy = policy
@@ -84,6 +85,7 @@ class Scheduler:
         self.in_flight: dict[SeqId, int] = {}
         self._ordering = Ordering() if ordering is None else ordering
         self._max_waiting = max_waiting_requests
+        self._victim_order = victim_order
         self._has_checks = checks_enabled()
         self._eos_token_ids = eos_token_ids
         self._seed = seed
@@ -245,7 +247,8 @@ class Scheduler:
     def _check_step(self, view: StepView, tx: StepTransaction) -> None:
         is_chunked = self.policy.name == "chunked"
         check_plan(view, tx.plan, tx.sequences, max_rows=self.max_batch_size, is_chunked=is_chunked)
-        check_progress(view, tx.plan, is_idle=not self.in_flight and self.kv.pool.num_fenced == 0)
+        is_copying = self.kv.pool.num_fenced > 0 or "in" in self.swap.states.values()
+        check_progress(view, tx.plan, is_idle=not self.in_flight and not is_copying)
         if is_chunked:
             check_waits(view, self.policy.starvation_threshold_steps)
 
@@ -293,6 +296,7 @@ class Scheduler:
 
     def _lease(self, tx: StepTransaction, needs_block: Mapping[SeqId, Rank]) -> None:
         """Reserve blocks for the rows of ``tx``: one for each decode row that needs one, and those of the chunks."""
+        self.in_flight.update(dict.fromkeys(tx.sequences, tx.step_id))
         try:
             for row in tx.plan.decode_rows if needs_block else ():
                 if row.seq_id in needs_block:
@@ -301,8 +305,8 @@ class Scheduler:
                 tx.lease(self.kv, chunk.seq_id, chunk.start + chunk.num_tokens)
         except BaseException:
             tx.return_leases(self.kv)
+            self._land(tx)
             raise
-        self.in_flight.update(dict.fromkeys(tx.sequences, tx.step_id))
         for chunk in tx.plan.chunks:
             self.waiting.remove(chunk.seq_id)
 
@@ -313,7 +317,7 @@ class Scheduler:
         tx.is_open = False
         tx.return_leases(self.kv)
         for seq in tx.sequences.values():
-            if seq.status is SequenceStatus.WAITING and self._is_live(tx, seq):
+            if seq.status is SequenceStatus.WAITING and self.is_live(tx, seq):
                 self.waiting.push(seq)
         self._land(tx)
         self._rolled_back_steps.append(tx.step_id)
@@ -326,7 +330,7 @@ class Scheduler:
         """Return whether the step is remembered as rolled back."""
         return step_id in self._rolled_back_steps
 
-    def _is_live(self, tx: StepTransaction, seq: Sequence) -> bool:
+    def is_live(self, tx: StepTransaction, seq: Sequence) -> bool:
         """Return whether the row still belongs to the step: aborted and preempted ones do not."""
         return self.in_flight.get(seq.seq_id) == tx.step_id
 
@@ -353,7 +357,7 @@ class Scheduler:
             raise InvariantError(f"step {tx.step_id} samples {len(sampling)} rows but got {len(token_ids)} tokens")
         samples = dict(zip(sampling, zip(token_ids, logprobs, strict=True), strict=True))
         chunks = [tx.sequences[c.seq_id] for c in tx.plan.chunks]
-        undo = _UndoPoint([(s, s.mark()) for s in chunks if self._is_live(tx, s)], self.running.mark())
+        undo = _UndoPoint([(s, s.mark()) for s in chunks if self.is_live(tx, s)], self.running.mark())
         restarted: list[tuple[Sequence, SequenceMark]] = []
         try:
             outputs, finished = self._advance(tx, samples)
@@ -393,7 +397,7 @@ class Scheduler:
             if output.finish_reason is not None:
                 finished.append(seq)
         tx.keep_leases(self.kv)
-        live = [tx.sequences[c.seq_id] for c in tx.plan.chunks if self._is_live(tx, tx.sequences[c.seq_id])]
+        live = [tx.sequences[c.seq_id] for c in tx.plan.chunks if self.is_live(tx, tx.sequences[c.seq_id])]
         self.running.regroup(tx.plan, live, tx.proposal.services, finished)
         return outputs, finished
 
@@ -418,7 +422,7 @@ class Scheduler:
             for s in running
         ]
         by_id = {s.seq_id: s for s in running}
-        return self._split_victims([by_id[i] for i in choose_victims(holders, num_free)])
+        return self._split_victims([by_id[i] for i in choose_victims(holders, num_free, self._victim_order)])
 
     def _split_victims(self, victims: list[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
         """Return who fits the host pool, in the order chosen, and who must be computed again."""
@@ -438,7 +442,7 @@ class Scheduler:
         for seq, mark in undo.chunks:
             seq.reset(mark)
         for row in tx.plan.decode_rows:
-            if self._is_live(tx, tx.sequences[row.seq_id]):
+            if self.is_live(tx, tx.sequences[row.seq_id]):
                 tx.sequences[row.seq_id].reset_decode(row.start)
         tx.reopen_leases(self.kv)
         self.running.reset(undo.running)
@@ -470,17 +474,19 @@ class Scheduler:
     def begin_swap_ins(self) -> None:
         """Lease blocks for swapped sequences that can come back, by rank, and ask for the copies.
 
-        One comes back only if the running keep their headroom, so that it is not thrown out at once.
+        One comes back only if the running keep their headroom, so that it is not thrown out at once, and with the
+        block of its next token: two that came back together could else fill the pool, and neither could move.
         """
         for seq in self.swap.resting():
-            num_blocks = self.swap.sizes[seq.seq_id]
+            size = self.swap.sizes[seq.seq_id]
+            num_blocks = max(size, blocks_for_tokens(seq.committed_kv_tokens + 1, self.kv.block_size))
             headroom = min(len(self.running), 1 + self.kv.pool.num_blocks // 100) + 1
             is_alone = not self.running and not self.in_flight
             if num_blocks + (0 if is_alone else headroom) > self.kv.pool.num_free:
                 return
             self.kv.ensure_sequence_capacity(seq, num_blocks * self.kv.block_size)
             self.kv.commit_sequence_reservation(seq)
-            self.swap.begin_in(seq.seq_id, self.kv.block_ids(seq))
+            self.swap.begin_in(seq.seq_id, self.kv.block_ids(seq)[:size])
 
     def take_swap_transfers(self) -> list[SwapTransfer]:
         """Return the copies to make before the next step, in order, each once; each must be ended or failed."""

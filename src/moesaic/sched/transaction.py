@@ -29,7 +29,7 @@ class StepTransaction:
         self.is_open = True
         self._scheduler = scheduler
         self._leases: list[tuple[Sequence, int]] = []
-        """Rows that took blocks, with how many each held before."""
+        """Rows that took blocks, with how many each held before; see ``_live_leases``."""
 
     def lease(self, kv: PagedKVCache, seq_id: SeqId, num_tokens: int) -> None:
         """Reserve blocks so that the row's sequence can hold ``num_tokens`` tokens in all."""
@@ -37,19 +37,23 @@ class StepTransaction:
         kv.ensure_sequence_capacity(seq, num_tokens)
         self._leases.append((seq, num_blocks))
 
+    def _live_leases(self) -> list[tuple[Sequence, int]]:
+        """Return the leases of rows that still belong to the step: others lost theirs, and may have one elsewhere."""
+        return [lease for lease in self._leases if self._scheduler.is_live(self, lease[0])]
+
     def keep_leases(self, kv: PagedKVCache) -> None:
         """Make the leased blocks their sequences' own."""
-        for seq, _ in self._leases:
+        for seq, _ in self._live_leases():
             kv.commit_sequence_reservation(seq)
 
     def reopen_leases(self, kv: PagedKVCache) -> None:
         """Undo ``keep_leases``."""
-        for seq, num_blocks in self._leases:
+        for seq, num_blocks in self._live_leases():
             kv.reopen_sequence_reservation(seq, num_blocks)
 
     def return_leases(self, kv: PagedKVCache) -> None:
         """Give the leased blocks back, last taken first, so that the pool is exactly as before."""
-        for seq, _ in reversed(self._leases):
+        for seq, _ in reversed(self._live_leases()):
             kv.rollback_sequence_reservation(seq)
 
     def commit(

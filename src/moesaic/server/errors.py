@@ -20,7 +20,7 @@ class UnknownModelError(RequestError):
 
 
 class UnfinishedRequestError(MoesaicError):
-    """A request that the engine ended without an answer: at shutdown, or because its logits were unusable."""
+    """A request that the engine ended without an answer: at shutdown, or because a step of it failed."""
 
 
 def error_reply(error: Exception) -> ErrorReply:

@@ -53,7 +53,8 @@ class Tally:
         Raises: ``UnfinishedRequestError`` if the engine gave the request up.
         """
         if delta.finish_reason in ("abort", "error"):
-            raise UnfinishedRequestError(f"the engine ended the request without an answer ({delta.finish_reason})")
+            reason = f"the engine ended the request without an answer ({delta.finish_reason})"
+            raise UnfinishedRequestError(delta.error or reason)
         self._num_completion += len(delta.token_ids)
         return self._index[delta.request_id]
 

@@ -15,6 +15,7 @@ from moesaic import __version__
 from moesaic.config import EngineConfig
 from moesaic.engine.client import ThreadEngineClient
 from moesaic.engine.core import EngineCore
+from moesaic.engine.model_plan import kv_text
 from moesaic.errors import ConfigError
 from moesaic.models.loader import load_tokenizer, resolve_model_path
 from moesaic.server.app import create_app
@@ -75,11 +76,9 @@ def startup_block(model: str, stats: Mapping[str, Any], url: str) -> str:
 
     ``stats`` are the engine's (Any: JSON values).
     """
-    blocks, size = stats["kv_blocks_total"], stats["kv_block_size_tokens"]
-    mib = stats["kv_bytes"] / 2**20
     rows = [
         ("model", f"{model}, context {stats['max_model_len']} tokens"),
-        ("KV", f"{blocks} blocks of {size} tokens = {blocks * size} tokens, {mib:.0f} MiB"),
+        ("KV", kv_text(stats["kv_blocks_total"], stats["kv_block_size_tokens"], stats["kv_bytes"])),
         *((name.replace("_", " "), _feature(feature)) for name, feature in stats["features"].items()),
         ("URL", f"{url}/v1"),
     ]
