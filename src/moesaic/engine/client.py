@@ -44,6 +44,8 @@ class Submission:
     prompt_token_ids: tuple[int, ...]
     sampling_params: SamplingParams
     prompt: str | None = None
+    priority: int = 0
+    timeout_s: float | None = None
 
 
 class EngineClient(Protocol):
@@ -279,5 +281,7 @@ def _with_id(submission: Submission, arrival_s: float) -> NewRequest:
         prompt=submission.prompt,
         prompt_token_ids=submission.prompt_token_ids,
         sampling_params=submission.sampling_params,
+        priority=submission.priority,
+        timeout_s=submission.timeout_s,
         arrival_s=arrival_s,
     )

@@ -24,6 +24,8 @@ class NewRequest:
     prompt: str | None
     prompt_token_ids: tuple[int, ...]
     sampling_params: SamplingParams
+    priority: int = 0
+    timeout_s: float | None = None
     arrival_s: float
 
 
@@ -145,7 +147,13 @@ class EngineLoop:
     def _add(self, command: AddRequests) -> None:
         try:
             for new in command.requests:
-                self._core.add_request(new.request_id, new.prompt_token_ids, new.sampling_params)
+                self._core.add_request(
+                    new.request_id,
+                    new.prompt_token_ids,
+                    new.sampling_params,
+                    priority=new.priority,
+                    timeout_s=new.timeout_s,
+                )
                 self._outputs.add(new.request_id, new.prompt, new.prompt_token_ids, new.sampling_params, new.arrival_s)
         except RequestError as error:
             for new in command.requests:

@@ -4,7 +4,6 @@ import time
 import uuid
 from collections.abc import Sequence
 
-from moesaic.engine.client import Submission
 from moesaic.engine.outputs import TextDelta
 from moesaic.request import RequestOutput, TokenLogprobs
 from moesaic.server.logprobs import chat_logprobs, prompt_logprobs
@@ -29,8 +28,7 @@ class ChatWriter:
         """Raises: ``RequestError`` for parameters out of range."""
         self.body = body
         self.submissions = [
-            Submission(prompt_token_ids=prompt.token_ids, sampling_params=params, prompt=prompt.text)
-            for params in body.params_per_choice(model.defaults)
+            body.submission(prompt.token_ids, prompt.text, params) for params in body.params_per_choice(model.defaults)
         ]
         self._model = model
         self._prompt = prompt

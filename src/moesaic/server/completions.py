@@ -4,7 +4,6 @@ import time
 import uuid
 from collections.abc import Sequence
 
-from moesaic.engine.client import Submission
 from moesaic.engine.outputs import TextDelta
 from moesaic.request import RequestOutput, TokenLogprobs
 from moesaic.server.logprobs import CompletionLogprobWriter, prompt_logprobs
@@ -20,11 +19,7 @@ class CompletionWriter:
         """Raises: ``RequestError`` for parameters out of range."""
         self.body = body
         params = body.params_per_choice(model.defaults)
-        self.submissions = [
-            Submission(prompt_token_ids=prompt.token_ids, sampling_params=one, prompt=prompt.text)
-            for prompt in prompts
-            for one in params
-        ]
+        self.submissions = [body.submission(prompt.token_ids, prompt.text, one) for prompt in prompts for one in params]
         self._model = model
         self._id = f"cmpl-{uuid.uuid4().hex}"
         self._created_s = int(time.time())

@@ -8,11 +8,14 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from moesaic.errors import EngineDeadError, MoesaicError, RequestError
+from moesaic.errors import EngineDeadError, MoesaicError, QueueFullError, RequestError
 from moesaic.server.replies import ErrorDetail, ErrorReply
 
 CLIENT_LEFT = 499
 """Status of a reply that nobody reads, as nginx logs it."""
+
+RETRY_LATER = {"Retry-After": "1"}
+"""Seconds; a full queue moves with every step, and clients back off by themselves."""
 
 
 class UnknownModelError(RequestError):
@@ -28,6 +31,8 @@ def error_reply(error: Exception) -> ErrorReply:
     match error:
         case UnknownModelError():
             status, kind = 404, "NotFoundError"
+        case QueueFullError():
+            status, kind = 429, "RateLimitError"
         case RequestError():
             status, kind = 400, "BadRequestError"
         case EngineDeadError():
@@ -47,7 +52,7 @@ def install(app: FastAPI) -> None:
     """Make ``app`` answer every error in the one shape."""
 
     async def ours(request: Request, error: Exception) -> Response:
-        return error_response(error_reply(error))
+        return error_response(error_reply(error), RETRY_LATER if isinstance(error, QueueFullError) else None)
 
     app.add_exception_handler(MoesaicError, ours)
     app.add_exception_handler(Exception, ours)  # starlette raises it again, for the server to log

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, StrictStr
 
+from moesaic.engine.client import Submission
 from moesaic.errors import RequestError
 from moesaic.request import SamplingParams
 
@@ -101,6 +102,8 @@ class GenerationRequest(BaseModel):
     stream: StrictBool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: StrictBool | None = None
+    priority: StrictInt | None = None
+    timeout_s: StrictFloat | None = None
     user: StrictStr | None = None
 
     @property
@@ -134,6 +137,16 @@ class GenerationRequest(BaseModel):
             raise RequestError("prompt_logprobs has no place in a stream; set stream to false", param="prompt_logprobs")
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options is set but stream is not true; leave one out", param="stream_options")
+
+    def submission(self, token_ids: tuple[int, ...], text: str | None, params: SamplingParams) -> Submission:
+        """Return one request to the engine, its prompt encoded."""
+        return Submission(
+            prompt_token_ids=token_ids,
+            sampling_params=params,
+            prompt=text,
+            priority=self.priority or 0,
+            timeout_s=self.timeout_s,
+        )
 
     def params_per_choice(self, defaults: Defaults) -> list[SamplingParams]:
         """Return the parameters of the ``n`` requests for one prompt; they differ in their seeds alone.
