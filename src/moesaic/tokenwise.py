@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator
 import torch
 
 from moesaic.batch import RaggedBatch
+from moesaic.errors import ConfigError
 from moesaic.kv.geometry import blocks_for_tokens
 from moesaic.runner import ModelRunner
 from moesaic.sched.plan import PagedBatchLengths
@@ -32,6 +33,18 @@ class TokenwiseRunner(ModelRunner):
         if not wanted:
             return batch.token_ids.new_empty(0, self.model.info.vocab_size, dtype=torch.float32)
         return torch.cat([logits[token] for token in wanted])
+
+
+def check_tokenwise(device: torch.device) -> None:
+    """Return if equality bit for bit is proven on ``device``.
+
+    Raises: ``ConfigError`` for all but CPUs: libraries of other devices may give other bits for the same call.
+    """
+    if device.type != "cpu":
+        raise ConfigError(
+            f"batch_invariant is on but the model is on {device.type}, where it is not proven; "
+            "use --device cpu or leave out --batch-invariant"
+        )
 
 
 def _tokens(batch: RaggedBatch, wanted: Collection[int]) -> Iterator[tuple[int, RaggedBatch]]:

@@ -169,7 +169,9 @@ def test_two_steps_in_flight_never_share_a_sequence() -> None:
 def test_abort_in_flight_yields_no_token_and_frees_blocks_when_the_step_ends(victim: str, ending: str) -> None:
     scheduler, runner = busy_scheduler()
     tx = scheduler.step()
+    num_written = sum(scheduler.kv.num_blocks(s) for s in tx.sequences.values() if s.request.request_id == victim)
     assert scheduler.abort(victim)
+    assert scheduler.kv.pool.num_fenced == num_written
     outputs = tx.commit(runner.run(tx.plan, tx.sequences)) if ending == "commit" else []
     tx.rollback()
     assert victim not in {o.request_id for o in outputs}
@@ -278,3 +280,21 @@ def test_a_step_that_lost_a_row_leaves_the_row_s_next_lease_alone(ending: str) -
     second.rollback()
     assert scheduler.kv.num_blocks(seq) == 0
     scheduler.check()
+
+
+@pytest.mark.parametrize("chunked", [True, False])
+def test_newcomers_leave_the_running_a_block_to_grow(chunked: bool) -> None:
+    scheduler, runner = create_scheduler(num_blocks=4, block_size=1, chunked=chunked), FakeRunner()
+    scheduler.add(create_request("a", 2, max_tokens=3))
+    run_step(scheduler, runner)
+    scheduler.add(create_request("b", 1, max_tokens=1))
+    with scheduler.step() as tx:
+        assert (len(tx.plan.decode_rows), tx.plan.chunks) == (1, ())
+
+
+def test_newcomers_in_flight_count_as_rows() -> None:
+    scheduler = create_scheduler(max_batch_size=1)
+    scheduler.add(create_request("a"))
+    scheduler.add(create_request("b"))
+    with scheduler.step() as first, scheduler.step() as second:
+        assert (first.plan.num_rows, second.plan.num_rows) == (1, 0)

@@ -2,10 +2,18 @@
 
 import pytest
 
+from moesaic.kv.pool import BlockId
 from moesaic.sched.scheduler import Scheduler
-from moesaic.sched.swap import SwapTransfer
+from moesaic.sched.swap import SwapLedger, SwapTransfer
 from moesaic.sequence import SequenceStatus
-from moesaic.testing.scheduling import FakeRunner, create_request, create_scheduler, run_step, run_until_idle
+from moesaic.testing.scheduling import (
+    FakeRunner,
+    create_request,
+    create_scheduler,
+    create_sequences,
+    run_step,
+    run_until_idle,
+)
 
 
 def create(num_blocks: int = 7, num_swap_blocks: int = 100, **settings: int) -> Scheduler:
@@ -97,6 +105,7 @@ def test_a_command_at_any_moment_of_a_swap_loses_no_block(moment: str, command: 
             assert scheduler.has_unfinished
     assert getattr(scheduler, command)(name)
     scheduler.check()
+    assert scheduler.kv.pool.num_fenced == sum(len(t.block_ids) for t in late)
     for transfer in late:
         scheduler.end_swap(transfer)
     assert scheduler.kv.pool.num_fenced == 0
@@ -152,3 +161,12 @@ def test_those_who_come_back_together_leave_each_other_a_next_block() -> None:
     assert sum(scheduler.swap.sizes.values()) == 5
     scheduler.abort("a")
     assert run_until_idle(scheduler, runner).keys() == {"a", "b", "c"}
+
+
+def test_an_old_copy_has_no_owner_once_a_newer_one_was_asked_for() -> None:
+    ledger, (seq,) = SwapLedger(4), create_sequences(1)
+    old = ledger.begin_out(seq, (BlockId(0),))
+    ledger.take_transfers()
+    ledger.remove(seq.seq_id)
+    new = ledger.begin_out(seq, (BlockId(1),))
+    assert (ledger.owner(old), ledger.owner(new)) == (None, seq)
