@@ -136,8 +136,8 @@ MUTANTS = (
     Mutant(
         "a second commit is applied again",
         "sched/scheduler.py",
-        "        tx.is_open = False\n        self._committed_steps",
-        "        self._committed_steps",
+        "        tx.is_open = False\n        self._land(tx)",
+        "        self._land(tx)",
     ),
     Mutant(
         "a request aborted in flight still gets its token",

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import asdict
+from itertools import chain
 from numbers import Integral
 from pathlib import Path
 from typing import Any
@@ -229,7 +230,7 @@ class EngineCore:
 
     def _run(self, tx: StepTransaction) -> list[StepOutput]:
         spans = self._prompt_logprobs.spans(tx.plan, tx.sequences)
-        extra = [i for s in spans for i in range(s.flat_start, s.flat_start + len(s.target_token_ids))]
+        extra = list(chain.from_iterable(range(s.flat_start, s.flat_start + len(s.target_token_ids)) for s in spans))
         batch = RaggedBatch.of(
             tx.plan, tx.sequences, self.scheduler.kv, extra_logit_indices=extra, device=self.model.device
         )
@@ -299,4 +300,5 @@ def engine_dead(cause: BaseException) -> EngineDeadError:
 
 def _sampling_row(seq: Sequence) -> SamplingRow:
     request = seq.request
-    return SamplingRow(request.sampling_params, request.prompt_token_ids, seq.output_token_ids, seq.seed)
+    prompt = seq.tokens(0, seq.num_prompt_tokens)  # an array view: penalties would convert a tuple in every step
+    return SamplingRow(request.sampling_params, prompt, seq.output_token_ids, seq.seed)

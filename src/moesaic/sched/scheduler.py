@@ -22,7 +22,7 @@ from moesaic.sched.transaction import StepTransaction
 from moesaic.sequence import Rank, SeqId, Sequence, SequenceMark, SequenceStatus
 
 REMEMBERED_STEPS = 1024
-"""How many finished steps are remembered, so that a late commit or rollback is known for what it is."""
+"""How many steps that were rolled back are remembered, so that a late commit of one is known for what it is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +93,6 @@ class Scheduler:
         self._events: list[StepOutput] = []
         self._next_seq_id = 0
         self._next_step_id = 0
-        self._committed_steps: deque[int] = deque(maxlen=REMEMBERED_STEPS)
         self._rolled_back_steps: deque[int] = deque(maxlen=REMEMBERED_STEPS)
 
     # Requests
@@ -283,9 +282,12 @@ class Scheduler:
 
     def _headroom(self) -> int:
         """Return the blocks that newcomers must leave: for the running to grow, and for the first to come back."""
-        growth = min(len(self.running), 1 + self.kv.pool.num_blocks // 100)
         resting = self.swap.resting()
-        return growth + (self.swap.sizes[resting[0].seq_id] if resting else 0)
+        return self._growth() + (self.swap.sizes[resting[0].seq_id] if resting else 0)
+
+    def _growth(self) -> int:
+        """Return the blocks kept for the running to grow: one each, but little more than 1 % of the pool."""
+        return min(len(self.running), 1 + self.kv.pool.num_blocks // 100)
 
     def _lane_view(self, seq: Sequence) -> LaneView:
         spare = self.kv.num_reserved_tokens(seq.seq_id) - seq.committed_kv_tokens
@@ -452,7 +454,6 @@ class Scheduler:
     ) -> None:
         """After the last act: the step is over, victims wait or go to host memory, finished requests are forgotten."""
         tx.is_open = False
-        self._committed_steps.append(tx.step_id)
         self._land(tx)
         for seq in finished:
             del self._sequences[seq.request.request_id]
@@ -480,7 +481,7 @@ class Scheduler:
         for seq in self.swap.resting():
             size = self.swap.sizes[seq.seq_id]
             num_blocks = max(size, blocks_for_tokens(seq.committed_kv_tokens + 1, self.kv.block_size))
-            headroom = min(len(self.running), 1 + self.kv.pool.num_blocks // 100) + 1
+            headroom = self._growth() + 1
             is_alone = not self.running and not self.in_flight
             if num_blocks + (0 if is_alone else headroom) > self.kv.pool.num_free:
                 return
