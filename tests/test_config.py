@@ -4,6 +4,7 @@ import pytest
 
 from moesaic.config import EngineConfig, config_fields
 from moesaic.errors import ConfigError
+from moesaic.server.settings import ServerConfig
 
 
 def test_defaults_are_the_contract() -> None:
@@ -69,3 +70,11 @@ def test_every_field_has_a_docstring_and_a_flag() -> None:
 def test_validate_judges_what_replace_made() -> None:
     with pytest.raises(ConfigError):
         dataclasses.replace(EngineConfig(), max_batch_size=4096)
+
+
+def test_every_server_setting_is_documented_and_checked() -> None:
+    assert all(f.help for f in config_fields(ServerConfig))
+    with pytest.raises(ConfigError, match=r"port is 70000.*at most 65535"):
+        ServerConfig(port=70000)
+    with pytest.raises(ConfigError, match="served_model_name is 'x'; it must be a tuple of texts"):
+        ServerConfig(served_model_name="x")  # type: ignore[arg-type]  # what a caller may do

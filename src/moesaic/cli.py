@@ -7,12 +7,13 @@ import sys
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from moesaic.config import ConfigField, EngineConfig, config_fields
 from moesaic.errors import MoesaicError
+from moesaic.server.settings import ServerConfig
 
 if TYPE_CHECKING:
     from moesaic.bench.run import Bench
@@ -33,36 +34,49 @@ def _options() -> None:
     """Serve mixture-of-experts models; long prompts never freeze the running streams."""
 
 
-def with_engine_flags(command: Callable[..., None]) -> Callable[..., None]:
-    """Return ``command`` with its ``config`` parameter replaced by one flag per field of ``EngineConfig``."""
-    signature = inspect.signature(command)
-    own = [p for p in signature.parameters.values() if p.name != "config"]
-    flags = [_parameter(field) for field in config_fields()]
+def with_flags(**settings: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Return a decorator that gives a command one flag per field of each settings class.
 
-    def run(**values: Any) -> None:  # Any: typer has parsed each by its own annotation
-        settings = {f.name: values.pop(f.name) for f in config_fields()}
-        command(**values, config=EngineConfig(**settings))
+    The command gets the settings themselves, under the keyword that names their class here.
+    """
 
-    run.__signature__ = signature.replace(parameters=[*own, *flags])  # type: ignore[attr-defined]  # typer reads it
-    run.__doc__, run.__name__ = command.__doc__, command.__name__
-    return run
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(command)
+        own = [p for p in signature.parameters.values() if p.name not in settings]
+        flags = [_parameter(f, keyword) for keyword, kind in settings.items() for f in config_fields(kind)]
+
+        def run(**values: Any) -> None:  # Any: typer has parsed each by its own annotation
+            made = {keyword: _settings(kind, values) for keyword, kind in settings.items()}
+            command(**values, **made)
+
+        run.__signature__ = signature.replace(parameters=[*own, *flags])  # type: ignore[attr-defined]  # typer reads it
+        run.__doc__, run.__name__ = command.__doc__, command.__name__
+        return run
+
+    return decorate
 
 
-def _parameter(field: ConfigField) -> inspect.Parameter:
+def _settings(kind: type, values: dict[str, Any]) -> Any:
+    """Take the fields of a settings class out of ``values`` and return the settings."""
+    fields = {f.name: values.pop(f.name) for f in config_fields(kind)}
+    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()})
+
+
+def _parameter(field: ConfigField, panel: str) -> inspect.Parameter:
     names = [field.flag, f"--no-{field.flag[2:]}"] if field.hint is bool else [field.flag]
     flag = "/".join(names)
-    choices = get_args(field.hint)
-    is_choice = bool(choices) and all(isinstance(c, str) for c in choices)
-    help_text = f"{field.help} One of: {', '.join(choices)}." if is_choice else field.help
-    option = typer.Option(flag, help=help_text, envvar=f"MOESAIC_{field.name.upper()}", rich_help_panel="Engine")
-    hint = str if is_choice else field.hint
+    choices = field.choices
+    help_text = f"{field.help} One of: {', '.join(choices)}." if choices else field.help
+    option = typer.Option(flag, help=help_text, envvar=field.variable, rich_help_panel=panel.capitalize())
+    hint: Any = list[str] if field.is_repeatable else str if choices else field.hint
+    default = list(field.default) if field.is_repeatable else field.default
     return inspect.Parameter(
-        field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=Annotated[hint, option]
+        field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[hint, option]
     )
 
 
 @app.command()
-@with_engine_flags
+@with_flags(engine=EngineConfig)
 def generate(
     model: ModelArgument,
     prompt: Annotated[list[str], typer.Argument(help="One or more prompts.")],
@@ -70,7 +84,7 @@ def generate(
     max_tokens: Annotated[int, typer.Option(help="Most output tokens.")] = 64,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     chat: Annotated[bool, typer.Option("--chat/--no-chat", help="Render prompts with the chat template.")] = False,
-    config: EngineConfig,
+    engine: EngineConfig,
 ) -> None:
     """Answer prompts and print the answers."""
     import dataclasses
@@ -78,7 +92,7 @@ def generate(
     from moesaic.engine.llm import LLM
     from moesaic.request import SamplingParams
 
-    llm = LLM(model, **{f.name: getattr(config, f.name) for f in dataclasses.fields(config)})
+    llm = LLM(model, **{f.name: getattr(engine, f.name) for f in dataclasses.fields(engine)})
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature)
     inputs = [llm.render_chat([{"role": "user", "content": p}]) for p in prompt] if chat else prompt
     for text, output in zip(prompt, llm.generate(inputs, params), strict=True):
@@ -86,31 +100,22 @@ def generate(
 
 
 @app.command()
-@with_engine_flags
-def serve(
-    model: ModelArgument,
-    *,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.")] = 8000,
-    served_model_name: Annotated[
-        list[str] | None, typer.Option(help="Name that clients send as model; repeatable; the default is MODEL.")
-    ] = None,
-    config: EngineConfig,
-) -> None:
+@with_flags(server=ServerConfig, engine=EngineConfig)
+def serve(model: ModelArgument, *, server: ServerConfig, engine: EngineConfig) -> None:
     """Serve a model over HTTP, as OpenAI's API does."""
     from moesaic.server.main import serve as run_server
 
-    run_server(model, config, host=host, port=port, served_model_names=tuple(served_model_name or ()))
+    run_server(model, engine, server)
 
 
 @app.command()
-@with_engine_flags
-def plan(model: ModelArgument, *, config: EngineConfig) -> None:
+@with_flags(engine=EngineConfig)
+def plan(model: ModelArgument, *, engine: EngineConfig) -> None:
     """Print what a model and its KV cache would take on this machine, without loading weights."""
     from moesaic.engine.model_plan import plan_block, plan_model
     from moesaic.models.loader import resolve_model_path
 
-    typer.echo(plan_block(model, plan_model(resolve_model_path(model, with_weights=False), config)))
+    typer.echo(plan_block(model, plan_model(resolve_model_path(model, with_weights=False), engine)))
 
 
 @app.command()

@@ -5,7 +5,7 @@ import dataclasses
 import inspect
 import textwrap
 from dataclasses import dataclass
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from moesaic.errors import ConfigError
 
@@ -77,12 +77,11 @@ class EngineConfig:
 
         Raises: ``ConfigError`` naming the first broken one.
         """
-        for name, hint in get_type_hints(type(self)).items():
-            _check_type(name, getattr(self, name), hint)
+        check_types(self)
         for name in _AT_LEAST_ONE:
-            _check_at_least(name, getattr(self, name), 1)
-        _check_at_least("seed", self.seed, 0)
-        _check_at_least("swap_space_bytes", self.swap_space_bytes, 0)
+            check_at_least(name, getattr(self, name), 1)
+        check_at_least("seed", self.seed, 0)
+        check_at_least("swap_space_bytes", self.swap_space_bytes, 0)
         if self.seed >= 2**63:
             raise ConfigError(f"seed is {self.seed}; it must be below 2**63; lower --seed")
         self._check_step_budget()
@@ -135,15 +134,37 @@ class ConfigField:
     def flag(self) -> str:
         return "--" + self.name.replace("_", "-")
 
+    @property
+    def variable(self) -> str:
+        """The environment variable that stands for the flag."""
+        return f"MOESAIC_{self.name.upper()}"
 
-def config_fields() -> tuple[ConfigField, ...]:
-    """Return every field of ``EngineConfig`` with the docstring below it, in order."""
-    hints = get_type_hints(EngineConfig)
-    docs = _field_docs(EngineConfig)
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The values of a closed set; none otherwise."""
+        choices = get_args(self.hint)
+        return choices if all(isinstance(c, str) for c in choices) else ()
+
+    @property
+    def is_repeatable(self) -> bool:
+        """Whether the flag may be given several times."""
+        return get_origin(self.hint) is tuple
+
+
+def config_fields(settings: type = EngineConfig) -> tuple[ConfigField, ...]:
+    """Return every field of a settings dataclass with the docstring below it, in order."""
+    hints = get_type_hints(settings)
+    docs = _field_docs(settings)
     return tuple(
         ConfigField(name=f.name, hint=hints[f.name], default=f.default, help=docs[f.name])
-        for f in dataclasses.fields(EngineConfig)
+        for f in dataclasses.fields(settings)
     )
+
+
+def check_types(settings: Any) -> None:
+    """Return if every field of a settings dataclass (Any) has its annotated type. Raises: ``ConfigError``."""
+    for name, hint in get_type_hints(type(settings)).items():
+        _check_type(name, getattr(settings, name), hint)
 
 
 def _field_docs(cls: type) -> dict[str, str]:
@@ -162,6 +183,10 @@ def _check_type(name: str, value: Any, hint: Any) -> None:
         if value not in choices:
             raise ConfigError(f"{name} is {value!r}; choose one of {', '.join(choices)}")
         return
+    if get_origin(hint) is tuple:
+        if not isinstance(value, tuple) or not all(isinstance(entry, str) for entry in value):
+            raise ConfigError(f"{name} is {value!r}; it must be a tuple of texts")
+        return
     kinds = choices or (hint,)
     is_bool_for_int = isinstance(value, bool) and bool not in kinds
     if is_bool_for_int or not isinstance(value, kinds):
@@ -172,6 +197,7 @@ def _check_type(name: str, value: Any, hint: Any) -> None:
         raise ConfigError(f"{name} is {value!r}; it must be {words}")
 
 
-def _check_at_least(name: str, value: int | None, low: int) -> None:
+def check_at_least(name: str, value: float | None, low: float) -> None:
+    """Return if ``value`` is None or at least ``low``. Raises: ``ConfigError`` naming the flag."""
     if value is not None and value < low:
         raise ConfigError(f"{name} is {value}; it must be at least {low}; raise --{name.replace('_', '-')}")

@@ -12,6 +12,7 @@ import pytest
 from moesaic import EngineConfig
 from moesaic.errors import ConfigError
 from moesaic.server.main import serve, startup_block
+from moesaic.server.settings import ServerConfig
 
 STATS = {
     "kv_blocks_total": 100,
@@ -38,7 +39,7 @@ def test_a_port_that_is_taken_is_refused_before_anything_is_loaded() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"127\.0\.0\.1:{port}.*--port"):
-            serve("no such model", EngineConfig(), port=port)
+            serve("no such model", EngineConfig(), ServerConfig(port=port))
 
 
 @pytest.mark.slow

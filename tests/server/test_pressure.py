@@ -7,11 +7,12 @@ from fastapi.testclient import TestClient
 
 from moesaic.config import EngineConfig
 from moesaic.server.main import load_app
+from moesaic.server.settings import ServerConfig
 
 
 def post(tiny_dir: Path, body: dict[str, object], **settings: object) -> tuple[int, dict[str, object], dict[str, str]]:
     config = EngineConfig(num_kv_blocks=64, **settings)  # type: ignore[arg-type]  # of several types
-    app, _ = load_app(str(tiny_dir), config, served_model_names=("tiny",))
+    app, _ = load_app(str(tiny_dir), config, ServerConfig(served_model_name=("tiny",)))
     with TestClient(app, raise_server_exceptions=False) as http:
         reply = http.post("/v1/completions", json={"model": "tiny", "prompt": "hi", "ignore_eos": True, **body})
     return reply.status_code, reply.json(), dict(reply.headers)

@@ -20,6 +20,7 @@ from moesaic.errors import ConfigError
 from moesaic.models.loader import load_tokenizer, resolve_model_path
 from moesaic.server.app import create_app
 from moesaic.server.served_model import ServedModel, read_defaults
+from moesaic.server.settings import ServerConfig
 
 DRAIN_S = 5
 """How long running replies may go on after a signal to stop, in seconds."""
@@ -28,19 +29,16 @@ DRAIN_S = 5
 def serve(
     model: str,
     config: EngineConfig,
-    *,
-    host: str = "127.0.0.1",
-    port: int = 8000,
-    served_model_names: tuple[str, ...] = (),
+    settings: ServerConfig,
 ) -> None:
-    """Load ``model`` and serve it until a signal ends the process; ``port`` 0 takes a free one.
+    """Load ``model`` and serve it until a signal ends the process.
 
     Raises: ``ConfigError`` (also for an address that cannot be bound, before anything is loaded), ``ModelLoadError``.
     """
     console = Console(stderr=True, highlight=False)
-    with _bound(host, port) as listener:
+    with _bound(settings.host, settings.port) as listener:
         with _progress(console) as report:
-            app, core = load_app(model, config, served_model_names=served_model_names, progress=report)
+            app, core = load_app(model, config, settings, progress=report)
         listener.listen()  # before the address is shown: who reads it may connect at once
         console.print(startup_block(model, core.stats(), _url(listener)), markup=False)
         # Loading is over and the core is the engine's from here on.
@@ -54,15 +52,16 @@ def serve(
 def load_app(
     model: str,
     config: EngineConfig,
+    settings: ServerConfig | None = None,
     *,
-    served_model_names: tuple[str, ...] = (),
     progress: Callable[[str, float], None] | None = None,
 ) -> tuple[FastAPI, EngineCore]:
     """Return the application over a loaded model, and its core, to be read until the application starts."""
+    settings = ServerConfig() if settings is None else settings
     path = resolve_model_path(model, progress=progress)
     core = EngineCore.from_path(path, config, progress)
     served = ServedModel(
-        names=served_model_names or (model,),
+        names=settings.served_model_name or (model,),
         root=str(path) if Path(model).is_dir() else model,
         max_model_len=core.max_model_len,
         tokenizer=load_tokenizer(path),
