@@ -181,21 +181,24 @@ def test_company_order_and_blocks_change_no_bit(family: str, requests: Sequence[
     check(family, drain(create_core(family, block_size=block_size, num_kv_blocks=160), requests), requests)
 
 
-def test_recompute_at_any_step_changes_no_bit(family: str) -> None:
+@pytest.mark.parametrize("by", ["preempt", "swap_out"])
+def test_preemption_at_any_step_changes_no_bit(family: str, by: str) -> None:
     """In run ``k`` every running request loses its KV before step ``k``, in prefill and in decode."""
-    num_preempted = [_preempt_all_before(family, step) for step in range(1, _num_steps(family))]
+    num_preempted = [_preempt_all_before(family, step, by) for step in range(1, _num_steps(family))]
     assert min(num_preempted) > 0
 
 
-def _preempt_all_before(family: str, step: int) -> int:
+def _preempt_all_before(family: str, step: int, by: str) -> int:
     preempted: list[str] = []
 
     def preempt(core: EngineCore, index: int) -> None:
         if index == step:
             names = [seq.request.request_id for seq in core.scheduler.running.all()]
-            preempted.extend(name for name in names if core.scheduler.preempt(name))
+            preempted.extend(name for name in names if getattr(core.scheduler, by)(name))
 
-    check(family, drain(_small_core(family), FEW, preempt), FEW)
+    core = _small_core(family, swap_space_bytes=1 << 20)
+    check(family, drain(core, FEW, preempt), FEW)
+    assert (core.stats()["swap_copied_bytes"] > 0) == (by == "swap_out")
     return len(preempted)
 
 

@@ -1,4 +1,4 @@
-"""Every interleaving of small schedulers; see docs/verification.md for the counts. About 40 seconds in all."""
+"""Every interleaving of small schedulers; see docs/verification.md for the counts. About 100 seconds in all."""
 
 import pytest
 
@@ -13,6 +13,9 @@ MODELS = {
     "chunked, blocks of two": Model(block_size=2, num_blocks=3, requests=((3, 4), (4, 2), (2, 3)), max_batch_size=3),
     "chunked, tight": Model(requests=TIGHT, max_batch_size=3),
     "chunked, swap": Model(requests=TIGHT, max_batch_size=3, num_swap_blocks=4),
+    "chunked, two lanes, swapped": Model(
+        max_batch_size=3, max_partial_prefills=2, num_swap_blocks=4, commands=("abort", "swap_out")
+    ),
     "chunked, two in flight": Model(
         requests=TIGHT[:2], max_batch_size=3, max_steps_in_flight=2, commands=("abort", "preempt")
     ),

@@ -1,5 +1,6 @@
 import pytest
 
+from moesaic.config import SchedulingPolicy
 from moesaic.errors import QueueFullError
 from moesaic.sched.ordering import Ordering
 from moesaic.sequence import SeqId
@@ -21,20 +22,18 @@ def test_first_come_first_served_by_default() -> None:
 
 
 def test_lower_priority_values_go_first() -> None:
-    scheduler = create_scheduler(max_batch_size=1, max_tokens_per_step=8, ordering=Ordering("priority"))
+    scheduler = create_scheduler(max_batch_size=1, max_tokens_per_step=8, scheduling_policy="priority")
     assert order_of_finish(scheduler, [("a", 4, 2), ("b", 4, -1), ("c", 4, 1), ("d", 4, -1)]) == ["b", "d", "c", "a"]
 
 
 def test_shorter_prompts_go_first() -> None:
-    ordering = Ordering("shortest-prefill-first", max_tokens_per_step=8)
-    scheduler = create_scheduler(max_batch_size=1, max_tokens_per_step=8, ordering=ordering)
+    scheduler = create_scheduler(max_batch_size=1, max_tokens_per_step=8, scheduling_policy="shortest-prefill-first")
     assert order_of_finish(scheduler, [("a", 8, 0), ("b", 2, 0), ("c", 4, 0)]) == ["b", "c", "a"]
 
 
 @pytest.mark.parametrize(("policy", "length", "priority"), [("priority", 4, 5), ("shortest-prefill-first", 40, 0)])
-def test_nobody_waits_for_ever_behind_an_endless_stream(policy: str, length: int, priority: int) -> None:
-    ordering = Ordering(policy, aging_steps=10, max_tokens_per_step=8)  # type: ignore[arg-type]
-    scheduler = create_scheduler(max_batch_size=1, max_tokens_per_step=8, ordering=ordering)
+def test_nobody_waits_for_ever_behind_an_endless_stream(policy: SchedulingPolicy, length: int, priority: int) -> None:
+    scheduler = create_scheduler(max_batch_size=1, max_tokens_per_step=8, scheduling_policy=policy, aging_steps=10)
     scheduler.add(create_request("patient", length, max_tokens=1, priority=priority))
     for step in range(200):
         while len(scheduler.waiting) < 3:

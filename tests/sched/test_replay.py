@@ -28,6 +28,7 @@ ACTIONS = st.sampled_from(
         "abort",
         "fail",
         "preempt",
+        "swap_out",
         "pause",
         "resume",
         "overlap",

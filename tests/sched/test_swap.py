@@ -170,3 +170,17 @@ def test_an_old_copy_has_no_owner_once_a_newer_one_was_asked_for() -> None:
     ledger.remove(seq.seq_id)
     new = ledger.begin_out(seq, (BlockId(1),))
     assert (ledger.owner(old), ledger.owner(new)) == (None, seq)
+
+
+def test_swap_out_is_refused_where_the_kv_may_still_be_written_or_has_no_room() -> None:
+    scheduler, runner = create_scheduler(num_blocks=8, num_swap_blocks=1), FakeRunner()
+    scheduler.add(create_request("a", 3, max_tokens=9))
+    assert not scheduler.swap_out("a"), "it holds no KV yet"
+    run_step(scheduler, runner)
+    with scheduler.step() as tx:
+        assert not scheduler.swap_out("a"), "a step in flight writes its KV"
+        tx.commit(runner.run(tx.plan, tx.sequences))
+    run_step(scheduler, runner)
+    assert not scheduler.swap_out("a"), "two blocks do not fit one"
+    assert not scheduler.swap_out("nobody")
+    assert len(run_until_idle(scheduler, runner)["a"]) > 0

@@ -9,10 +9,8 @@ from statistics import median
 from moesaic.bench.report import Report
 from moesaic.config import EngineConfig
 from moesaic.kv.geometry import blocks_for_tokens
-from moesaic.kv.pool import BlockPool
-from moesaic.kv.table import PagedKVCache
 from moesaic.request import Request, SamplingParams
-from moesaic.sched.factory import make_policy
+from moesaic.sched.factory import make_scheduler
 from moesaic.sched.invariants import checks_enabled
 from moesaic.sched.scheduler import Scheduler
 
@@ -97,13 +95,8 @@ def _loaded_scheduler(settings: PlannerSettings, num_decode_rows: int) -> Schedu
     # Streams may have to wait for several steps until all of them have had their prompt.
     stream_tokens = num_steps + num_decode_rows + 2
     lengths = [STREAM_PROMPT_TOKENS + stream_tokens] * num_decode_rows + [long_tokens + 1] * settings.num_chunks
-    scheduler = Scheduler(
-        kv=PagedKVCache(BlockPool(sum(blocks_for_tokens(n, BLOCK_SIZE) for n in lengths)), BLOCK_SIZE),
-        policy=make_policy(config),
-        max_tokens_per_step=config.max_tokens_per_step,
-        max_batch_size=config.max_batch_size,
-        max_model_len=max(lengths),
-    )
+    num_blocks = sum(blocks_for_tokens(n, BLOCK_SIZE) for n in lengths)
+    scheduler = make_scheduler(config, num_blocks=num_blocks, max_model_len=max(lengths))
     for i in range(num_decode_rows):
         scheduler.add(_request(f"stream-{i}", STREAM_PROMPT_TOKENS, stream_tokens))
     while len(scheduler.running.decoding) < num_decode_rows:

@@ -12,10 +12,8 @@ from dataclasses import asdict, dataclass
 from moesaic.bench.report import Report
 from moesaic.config import EngineConfig
 from moesaic.kv.geometry import blocks_needed
-from moesaic.kv.pool import BlockPool
-from moesaic.kv.table import PagedKVCache
 from moesaic.request import Request, SamplingParams
-from moesaic.sched.factory import make_policy
+from moesaic.sched.factory import make_scheduler
 from moesaic.sched.preempt import VictimOrder, cheapest_last, youngest_last
 from moesaic.sched.scheduler import Scheduler
 
@@ -140,11 +138,9 @@ def _scheduler(settings: PressureSettings, order: VictimOrder, swaps: bool) -> S
     config = EngineConfig(enable_chunked_prefill=True, block_size=settings.block_size)
     largest = blocks_needed(PROMPT_TOKENS[2], OUTPUT_TOKENS[2], settings.block_size)
     num_blocks = int(largest * settings.pool_factor)
-    return Scheduler(
-        kv=PagedKVCache(BlockPool(num_blocks), settings.block_size),
-        policy=make_policy(config),
-        max_tokens_per_step=config.max_tokens_per_step,
-        max_batch_size=config.max_batch_size,
+    return make_scheduler(
+        config,
+        num_blocks=num_blocks,
         max_model_len=PROMPT_TOKENS[2] + OUTPUT_TOKENS[2],
         num_swap_blocks=10 * num_blocks if swaps else 0,
         victim_order=order,

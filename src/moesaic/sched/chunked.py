@@ -35,6 +35,7 @@ class ChunkedPrefill:
     """
 
     name = "chunked"
+    splits_prompts = True
 
     def __init__(self, *, chunk_size: int, starvation_threshold_steps: int, max_partial_prefills: int) -> None:
         self.short_prompt_tokens = chunk_size

@@ -10,6 +10,7 @@ from moesaic.sched.chunked import ChunkedPrefill
 from moesaic.sched.decisions import DecisionLog, Header
 from moesaic.sched.ordering import Ordering
 from moesaic.sched.policy import PrefillPolicy
+from moesaic.sched.preempt import VictimOrder, cheapest_last
 from moesaic.sched.recording import RecordingScheduler
 from moesaic.sched.scheduler import Scheduler
 from moesaic.sched.whole import WholePrefill
@@ -34,6 +35,7 @@ def make_scheduler(
     max_model_len: int,
     num_swap_blocks: int = 0,
     eos_token_ids: tuple[int, ...] = (),
+    victim_order: VictimOrder = cheapest_last,
 ) -> Scheduler:
     """Return a scheduler over a pool of ``num_blocks``; with ``decision_log`` it records what it is told and decides.
 
@@ -54,4 +56,5 @@ def make_scheduler(
         ordering=Ordering(config.scheduling_policy, config.priority_aging_steps, config.max_tokens_per_step),
         max_waiting_requests=config.max_waiting_requests,
         num_swap_blocks=num_swap_blocks,
+        victim_order=victim_order,
     )

@@ -75,6 +75,8 @@ class PrefillPolicy(Protocol):
     """Proposes rows from a view; keeps no state."""
 
     name: str
+    splits_prompts: bool
+    """Whether a prompt may run in parts; one that may not can have a step of its own, without the decode rows."""
     starvation_threshold_steps: int
     short_prompt_tokens: int
     """Prompts up to this length can also be walked apart, in ``Waiting.short``."""

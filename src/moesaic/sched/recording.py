@@ -34,6 +34,9 @@ class RecordingScheduler(Scheduler):
     def preempt(self, request_id: str) -> bool:
         return self._command("preempt", request_id, super().preempt)
 
+    def swap_out(self, request_id: str) -> bool:
+        return self._command("swap_out", request_id, super().swap_out)
+
     def pause(self, request_id: str) -> bool:
         return self._command("pause", request_id, super().pause)
 

@@ -161,6 +161,20 @@ class Scheduler:
         self.waiting.push(seq)
         return True
 
+    def swap_out(self, request_id: str) -> bool:
+        """Move a running request's KV to host memory, whence it comes back as if it had been a victim.
+
+        False if it holds no KV here, a step in flight may write it, or the host pool has no room for it.
+        """
+        seq = self._sequences.get(request_id)
+        if seq is None or self.running.get(seq.seq_id) is None or seq.seq_id in self.in_flight:
+            return False
+        if self.kv.num_blocks(seq.seq_id) > self.swap.num_free_blocks:
+            return False
+        self.counts = replace(self.counts, num_preemptions=self.counts.num_preemptions + 1)
+        self._begin_swap_out(seq)
+        return True
+
     def pause(self, request_id: str) -> bool:
         """Set a request aside until ``resume``; it holds no KV meanwhile. False if unknown, over or paused."""
         seq = self._sequences.get(request_id)
@@ -244,7 +258,7 @@ class Scheduler:
         return tx
 
     def _check_step(self, view: StepView, tx: StepTransaction) -> None:
-        is_chunked = self.policy.name == "chunked"
+        is_chunked = self.policy.splits_prompts
         check_plan(view, tx.plan, tx.sequences, max_rows=self.max_batch_size, is_chunked=is_chunked)
         is_copying = self.kv.pool.num_fenced > 0 or "in" in self.swap.states.values()
         check_progress(view, tx.plan, is_idle=not self.in_flight and not is_copying)

@@ -18,6 +18,7 @@ class WholePrefill:
     """
 
     name = "whole"
+    splits_prompts = False
     short_prompt_tokens = 0
 
     def __init__(self, *, starvation_threshold_steps: int) -> None:

@@ -21,7 +21,7 @@ from moesaic.sched.transaction import StepTransaction
 from moesaic.sequence import SeqId, Sequence
 from moesaic.testing.scheduling import FakeRunner, create_request, create_scheduler
 
-Command = Literal["abort", "preempt", "pause"]
+Command = Literal["abort", "preempt", "swap_out", "pause"]
 Action = tuple[str, int]
 """A verb and the index of the request, step in flight or copy that it is about."""
 
@@ -185,8 +185,12 @@ class World:
             yield "settle", 0
 
     def _is_possible(self, verb: Command, index: int) -> bool:
+        scheduler, seq_id = self.scheduler, SeqId(index)
         if verb == "preempt":
-            return self.scheduler.running.get(SeqId(index)) is not None
+            return scheduler.running.get(seq_id) is not None
+        if verb == "swap_out":
+            has_room = scheduler.kv.num_blocks(seq_id) <= scheduler.swap.num_free_blocks
+            return has_room and scheduler.running.get(seq_id) is not None and seq_id not in scheduler.in_flight
         return verb == "abort" or SeqId(index) not in self.scheduler.paused
 
     def do(self, action: Action) -> None:

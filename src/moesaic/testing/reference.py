@@ -16,6 +16,8 @@ class Expected:
     number: int
     num_prompt: int
     max_tokens: int
+    key: int = 0
+    """Place in the order of service: the lower first, then the earlier arrival."""
     tokens: list[int] = field(default_factory=list)
     end: str | None = None
     end_asked: str | None = None
@@ -23,6 +25,15 @@ class Expected:
     num_committed: int = 0
     num_passed_over: int = 0
     """Committed steps in a row that left this prompt out though it held a slot for its next token."""
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        return self.key, self.number
+
+    @property
+    def num_to_compute(self) -> int:
+        """Tokens to compute before the next one can be sampled, if it holds no KV."""
+        return self.num_prompt + len(self.tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,18 +56,30 @@ class Reference:
     chunk_size: int | None
     """None if prompts run whole."""
     threshold: int
+    policy: str = "fcfs"
+    aging_steps: int = 1
+    max_waiting: int | None = None
+    num_committed_steps: int = 0
     requests: dict[str, Expected] = field(default_factory=dict)
 
-    def admits(self, name: str, num_prompt: int, max_tokens: int) -> bool:
-        """Return whether the door must open, and remember the request if so."""
+    def admits(self, name: str, num_prompt: int, max_tokens: int, *, priority: int = 0, num_waiting: int = 0) -> bool:
+        """Return whether the door must open beside ``num_waiting`` who wait, and remember the request if so."""
         known = self.requests.get(name)
+        is_known = known is not None and known.end is None and known.end_asked is None
         num_slots = num_prompt + max(max_tokens, 1) - 1
-        if (known is not None and known.end is None and known.end_asked is None) or (
-            num_slots > self.num_blocks * self.block_size
-        ):
+        is_full = self.max_waiting is not None and num_waiting >= self.max_waiting
+        if is_known or is_full or num_slots > self.num_blocks * self.block_size:
             return False
-        self.requests[name] = Expected(self.num_admitted(), num_prompt, max_tokens)
+        key = self._key(num_prompt, priority)
+        self.requests[name] = Expected(self.num_admitted(), num_prompt, max_tokens, key)
         return True
+
+    def _key(self, num_prompt: int, priority: int) -> int:
+        if self.policy == "priority":
+            return priority * self.aging_steps + self.num_committed_steps
+        if self.policy == "shortest-prefill-first":
+            return num_prompt * self.aging_steps // self.max_tokens_per_step + self.num_committed_steps
+        return 0
 
     def num_admitted(self) -> int:
         """Return how many requests the door let in so far."""
@@ -107,6 +130,24 @@ class Reference:
             waited = part_way.get(request.number, 0) % self.block_size and request.number not in served
             request.num_passed_over = request.num_passed_over + 1 if waited else 0
             assert self.chunk_size is None or request.num_passed_over <= self.threshold
+
+    def judge_admissions(self, rows: list[Row], waiting: Iterable[int]) -> None:
+        """Nobody is admitted while one who comes first and needs no more tokens is left waiting."""
+        by_number = {r.number: r for r in self.requests.values()}
+        served = {r.number for r in rows}
+        waits = [by_number[n] for n in waiting]
+        admitted = [r for r in waits if r.number in served]
+        for left_out in (r for r in waits if r.number not in served):
+            for request in admitted:
+                is_passed = left_out.rank < request.rank and left_out.num_to_compute <= request.num_to_compute
+                assert not is_passed, f"request {request.number} passed {left_out.number}"
+
+    def judge_victims(self, before: set[int], after: set[int]) -> None:
+        """Of those who held KV before a commit or got some in its step, the first in rank that did not end has it."""
+        holders = before | after
+        unfinished = [r for r in self.requests.values() if r.number in holders and r.end is None and not r.end_asked]
+        if unfinished:
+            assert min(unfinished, key=lambda r: r.rank).number in after, "the first in rank was preempted"
 
     def judge_progress(self, name: str, num_committed: int, *, may_restart: bool) -> None:
         """Committed tokens never go back, except to nothing when the KV was given up."""

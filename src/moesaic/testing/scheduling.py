@@ -3,12 +3,9 @@
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 
-from moesaic.config import EngineConfig
-from moesaic.kv.pool import BlockPool
-from moesaic.kv.table import PagedKVCache
+from moesaic.config import EngineConfig, SchedulingPolicy
 from moesaic.request import Request, SamplingParams, StepOutput
-from moesaic.sched.factory import make_policy
-from moesaic.sched.ordering import Ordering
+from moesaic.sched.factory import make_scheduler
 from moesaic.sched.plan import StepPlan
 from moesaic.sched.scheduler import Scheduler
 from moesaic.sequence import SeqId, Sequence
@@ -49,11 +46,12 @@ def create_scheduler(
     max_partial_prefills: int = 4,
     max_model_len: int = 10_000,
     eos_token_ids: tuple[int, ...] = (),
-    ordering: Ordering | None = None,
+    scheduling_policy: SchedulingPolicy = "fcfs",
+    aging_steps: int = 128,
     max_waiting_requests: int | None = None,
     num_swap_blocks: int = 0,
 ) -> Scheduler:
-    """Return a scheduler over its own pool; settings pass the engine's own validation."""
+    """Return the engine's own scheduler over its own pool."""
     config = EngineConfig(
         enable_chunked_prefill=chunked,
         prefill_chunk_size=chunk_size,
@@ -62,16 +60,15 @@ def create_scheduler(
         max_tokens_per_step=max_tokens_per_step,
         max_batch_size=max_batch_size,
         block_size=block_size,
+        scheduling_policy=scheduling_policy,
+        priority_aging_steps=aging_steps,
+        max_waiting_requests=max_waiting_requests,
     )
-    return Scheduler(
-        kv=PagedKVCache(BlockPool(num_blocks), block_size),
-        policy=make_policy(config),
-        max_tokens_per_step=max_tokens_per_step,
-        max_batch_size=max_batch_size,
+    return make_scheduler(
+        config,
+        num_blocks=num_blocks,
         max_model_len=max_model_len,
         eos_token_ids=eos_token_ids,
-        ordering=ordering,
-        max_waiting_requests=max_waiting_requests,
         num_swap_blocks=num_swap_blocks,
     )
 
