@@ -15,7 +15,7 @@ SRC = Path(moesaic.__file__).parent
 # whether the layer may import torch. Packages' __init__ are in the layer of their first module.
 LAYERS: tuple[tuple[str, bool, str], ...] = (
     ("values", False, "errors config"),
-    ("state", False, "request sequence kv.geometry kv.pool kv.table experts.cache experts.policy"),
+    ("state", False, "structured request sequence kv.geometry kv.pool kv.table experts.cache experts.policy"),
     (
         "decisions",
         False,
@@ -35,8 +35,8 @@ LAYERS: tuple[tuple[str, bool, str], ...] = (
     (
         "running",
         True,
-        "runner tokenwise graphs sampling.draw sampling.filters sampling.logprobs sampling.penalties sampling.row "
-        "sampling.rowwise sampling.sampler sampling.stopping sampling.transfer",
+        "runner tokenwise graphs sampling.draw sampling.filters sampling.grammar sampling.logprobs sampling.penalties "
+        "sampling.row sampling.rowwise sampling.sampler sampling.stopping sampling.transfer",
     ),
     (
         "engine",

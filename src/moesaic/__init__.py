@@ -8,17 +8,19 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-__all__ = ["LLM", "SamplingParams", "EngineConfig", "RequestOutput", "__version__"]
+__all__ = ["LLM", "SamplingParams", "StructuredOutput", "EngineConfig", "RequestOutput", "__version__"]
 
 if TYPE_CHECKING:
     from moesaic.config import EngineConfig
     from moesaic.engine.llm import LLM
     from moesaic.request import RequestOutput, SamplingParams
+    from moesaic.structured import StructuredOutput
 
 _HOMES = {
     "LLM": "moesaic.engine.llm",
     "EngineConfig": "moesaic.config",
     "SamplingParams": "moesaic.request",
+    "StructuredOutput": "moesaic.structured",
     "RequestOutput": "moesaic.request",
 }
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from moesaic.errors import RequestError
+from moesaic.structured import StructuredOutput
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -56,6 +57,8 @@ class SamplingParams:
     """The same for each prompt token but the first."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
+    structured_output: StructuredOutput | None = None
+    """A grammar that the output must match; not with ``min_tokens`` or ``ignore_eos``, since it says where to end."""
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
@@ -67,6 +70,19 @@ class SamplingParams:
             object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
         self._check_counts()
         self._check_ranges()
+        if self.structured_output is not None:
+            self._check_structured_output()
+
+    def _check_structured_output(self) -> None:
+        if not isinstance(self.structured_output, StructuredOutput):
+            kind = type(self.structured_output).__name__
+            raise RequestError(f"structured_output is {kind}; pass StructuredOutput(...)", param="structured_output")
+        for name in ("min_tokens", "ignore_eos"):
+            if value := getattr(self, name):
+                raise RequestError(
+                    f"{name} is {value} but the grammar of a structured output says where it ends; leave {name} out",
+                    param=name,
+                )
 
     def _check_counts(self) -> None:
         for name, optional, low, high in (

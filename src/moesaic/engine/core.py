@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import asdict
+from functools import partial
 from itertools import chain
 from numbers import Integral
 from pathlib import Path
@@ -23,9 +24,10 @@ from moesaic.kv.geometry import KVGeometry
 from moesaic.kv.store import LayeredPagedKVStore
 from moesaic.kv.swap import HostSwapPool
 from moesaic.models.base import CausalLM
-from moesaic.models.loader import load_model
+from moesaic.models.loader import load_model, load_tokenizer
 from moesaic.request import Request, SamplingParams, StepOutput
 from moesaic.runner import ModelRunner
+from moesaic.sampling.grammar import Grammars, LoadTokenizer
 from moesaic.sampling.row import SamplingRow
 from moesaic.sampling.rowwise import RowwiseSampler
 from moesaic.sampling.sampler import SampledTokens, Sampler
@@ -45,7 +47,15 @@ class EngineCore:
     Raises: ``ConfigError`` for settings that this model or this machine cannot meet, before KV is allocated.
     """
 
-    def __init__(self, model: CausalLM, config: EngineConfig, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        model: CausalLM,
+        config: EngineConfig,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        load_tokenizer: LoadTokenizer | None = None,
+    ) -> None:
+        """``load_tokenizer`` is called once a request has a grammar; without it such requests are refused."""
         config.validate()
         self.model = model
         self.config = config
@@ -73,6 +83,11 @@ class EngineCore:
         make_sampler = RowwiseSampler if config.batch_invariant else Sampler
         self.sampler = make_sampler(vocab_size=model.info.vocab_size, eos_token_ids=model.info.eos_token_ids)
         self._prompt_logprobs = PromptLogprobs()
+        self._grammars = Grammars(
+            vocab_size=model.info.vocab_size,
+            eos_token_ids=model.info.eos_token_ids,
+            load_tokenizer=load_tokenizer,
+        )
         self._failed_step: StepTransaction | None = None
         self._death_cause: BaseException | None = None
         logger.info("kv budget: blocks=%d block_size=%d bytes=%d", num_blocks, config.block_size, self.memory.kv_bytes)
@@ -89,7 +104,7 @@ class EngineCore:
         model = load_model(
             path, dtype=dtype, device=device, load_format=config.load_format, seed=config.seed, progress=progress
         )
-        return cls(model, config)
+        return cls(model, config, load_tokenizer=partial(load_tokenizer, path))
 
     def add_request(
         self,
@@ -117,10 +132,14 @@ class EngineCore:
         self.sampler.check_params(params)
         self._check_priority(priority)
         self._deadlines.check(timeout_s)
+        wanted = params.structured_output
+        matcher = None if wanted is None else self._grammars.compile(wanted)
         sequence = self.scheduler.add(
             Request(request_id=request_id, prompt_token_ids=prompt, sampling_params=params, priority=priority)
         )
         self._deadlines.add(sequence, timeout_s)
+        if matcher is not None:
+            self._grammars.begin(request_id, matcher)
 
     def _check_priority(self, priority: Any) -> None:  # Any: a client's input
         if not isinstance(priority, int) or isinstance(priority, bool):
@@ -151,13 +170,17 @@ class EngineCore:
 
     def abort_request(self, request_id: str) -> bool:
         """End a request; its terminal event comes with the next ``step``. False if it is unknown or over."""
-        self._prompt_logprobs.forget(request_id)
+        self._forget(request_id)
         return self.scheduler.abort(request_id)
 
     def fail_request(self, request_id: str, error: str) -> bool:
         """End a request with ``error``, as ``abort_request`` does."""
-        self._prompt_logprobs.forget(request_id)
+        self._forget(request_id)
         return self.scheduler.fail(request_id, error)
+
+    def _forget(self, request_id: str) -> None:
+        self._prompt_logprobs.forget(request_id)
+        self._grammars.forget(request_id)
 
     def shut(self, cause: BaseException) -> None:
         """Refuse requests and steps from now on; the first cause stays."""
@@ -238,11 +261,15 @@ class EngineCore:
         sampled = self._sample(logits[: batch.num_sampling_rows], tx)
         scores = self._prompt_logprobs.score(self.sampler, logits[batch.num_sampling_rows :], spans)
         outputs = tx.commit(sampled.token_ids, sampled.logprobs)
+        for output in outputs:
+            if output.finish_reason is not None:
+                self._grammars.forget(output.request_id)
         self._prompt_logprobs.record(spans, scores)
         return self._prompt_logprobs.attach(outputs, tx.sequences)
 
     def _sample(self, logits: torch.Tensor, tx: StepTransaction) -> SampledTokens:
-        rows = [_sampling_row(tx.sequences[i]) for i in tx.plan.sampling_row_ids]
+        sequences = [tx.sequences[i] for i in tx.plan.sampling_row_ids]
+        rows = self._grammars.restrict([_sampling_row(s) for s in sequences], [s.request.request_id for s in sequences])
         return self.sampler.sample(logits, rows)
 
     def stats(self) -> dict[str, Any]:
@@ -265,6 +292,7 @@ class EngineCore:
             "num_swapped": len(scheduler.swap.states),
             "swap_bytes": self.swap_pool.num_bytes,
             "swap_copied_bytes": self.swap_pool.num_copied_bytes,
+            "num_grammars": len(self._grammars),
             "max_model_len": self.max_model_len,
             "features": self.features(),
         }

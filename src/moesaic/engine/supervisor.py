@@ -17,7 +17,9 @@ from moesaic.sequence import SeqId, SequenceStatus
 
 logger = logging.getLogger(__name__)
 
-_NOTHING_LEFT = "the request's own parameters (min_tokens, stop_token_ids, penalties) leave no token; relax them"
+_NOTHING_LEFT = (
+    "the request's own parameters (min_tokens, stop_token_ids, penalties, grammar) leave no token; relax them"
+)
 _BROKEN_LOGITS = "the model gave NaN or infinite logits for this request, so no token can be chosen"
 
 

@@ -1,6 +1,6 @@
-"""Changes to logits that look at a request's own tokens: bias, minimum length and penalties.
+"""Changes to logits that look at a request's own tokens: bias, minimum length, penalties and allowed tokens.
 
-All of them touch only the (row, token) pairs they are about; no ``[S, V]`` mask is built. Token ids outside the
+All but the last touch only the (row, token) pairs they are about; no ``[S, V]`` mask is built. Token ids outside the
 vocabulary are ignored, as in transformers: a model never produces them.
 """
 
@@ -18,7 +18,7 @@ from moesaic.sampling.transfer import to_device
 def adjusted_logits(
     logits: torch.Tensor, rows: SequenceOf[SamplingRow], eos_token_ids: tuple[int, ...]
 ) -> torch.Tensor:
-    """Return ``logits`` fp32 [S, V] after bias, minimum length and penalties, in this order.
+    """Return ``logits`` fp32 [S, V] after bias, minimum length, penalties and allowed tokens, in this order.
 
     ``logits`` itself, unchanged, if no row asks for any of them; otherwise a changed copy.
     """
@@ -26,7 +26,8 @@ def adjusted_logits(
     early = [i for i, row in enumerate(rows) if len(row.output_token_ids) < row.params.min_tokens]
     repeated = [i for i, row in enumerate(rows) if row.params.repetition_penalty != 1.0]
     counted = [i for i, row in enumerate(rows) if row.params.presence_penalty or row.params.frequency_penalty]
-    if not (biased or early or repeated or counted):
+    ruled = [i for i, row in enumerate(rows) if row.allowed_tokens is not None]
+    if not (biased or early or repeated or counted or ruled):
         return logits
     scores = logits.clone(memory_format=torch.contiguous_format)
     if biased:
@@ -37,6 +38,8 @@ def adjusted_logits(
         _penalise_repetition(scores, rows, repeated)
     if counted:
         _penalise_counts(scores, rows, counted)
+    if ruled:
+        _keep_allowed(scores, rows, ruled)
     return scores
 
 
@@ -93,6 +96,18 @@ def _penalise_counts(scores: torch.Tensor, rows: SequenceOf[SamplingRow], chosen
         presence, frequency = to_device(both.astype(np.float32)[pairs.owner], scores.device).unbind(-1)
         flat = to_device(pairs.offsets(part), scores.device)
         scores.view(-1)[flat] = scores.view(-1)[flat] - (frequency * count + presence)
+
+
+def _keep_allowed(scores: torch.Tensor, rows: SequenceOf[SamplingRow], chosen: SequenceOf[int]) -> None:
+    """Remove the tokens that the rows' grammars do not allow; last, so that nothing else can bring one back."""
+    vocab_size = scores.shape[1]
+    shifts = torch.arange(8, dtype=torch.uint8, device=scores.device)
+    for slab in slabs(len(chosen), vocab_size):
+        packed = np.stack([allowed for i in chosen[slab] if (allowed := rows[i].allowed_tokens) is not None])
+        bits = (to_device(packed, scores.device)[:, :, None] >> shifts) & 1
+        index = to_device(np.array(chosen[slab], dtype=np.int64), scores.device)
+        kept = bits.flatten(1)[:, :vocab_size].bool()
+        scores[index] = scores[index].masked_fill(~kept, -torch.inf)
 
 
 class _Pairs:

@@ -22,3 +22,5 @@ class SamplingRow(NamedTuple):
     """The output so far; its length is the position of the token to be chosen."""
     seed: int
     """64 bits: the request's own seed or one drawn by the engine, the same in all its steps."""
+    allowed_tokens: NDArray[np.uint8] | None = None
+    """Bit ``i % 8`` of byte ``i // 8`` is set if token ``i`` may be chosen; at least V bits. None allows all."""

@@ -1,7 +1,8 @@
 """From logits to tokens, all rows of a step at once.
 
 Order of operations, the same as in vLLM: log probabilities are reported of the raw logits; then logit bias, minimum
-length, repetition, presence and frequency penalties, and the likeliest token if the row is greedy. Otherwise
+length, repetition, presence and frequency penalties, what a grammar allows, and the likeliest token if the row is
+greedy. Otherwise
 temperature, top-k, min-p, top-p and one random choice. (transformers puts top-p before min-p.)
 """
 
@@ -172,7 +173,7 @@ def _check_choices(chosen: list[int], rows: SequenceOf[SamplingRow]) -> None:
         return
     causes = {
         _BROKEN: "has NaN or infinite logits",
-        _NOTHING_LEFT: "has no token left (logit_bias, min_tokens and penalties remove all)",
+        _NOTHING_LEFT: "has no token left (logit_bias, min_tokens, penalties and grammar remove all)",
     }
     listed = "; ".join(f"row {i} at output {len(rows[i].output_token_ids)} {causes[chosen[i]]}" for i in bad)
     message = f"no token can be sampled for {len(bad)} of {len(rows)} rows: {listed}"
