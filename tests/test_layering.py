@@ -48,8 +48,9 @@ LAYERS: tuple[tuple[str, bool, str], ...] = (
     (
         "edges",
         True,
-        "server.protocol server.errors server.replies server.logprobs server.vocabulary server.generation server.chat "
-        "server.completions server.served_model server.app server.main server.sse server.auth server.settings "
+        "server.structured server.protocol server.errors server.replies server.logprobs server.vocabulary "
+        "server.generation server.chat server.completions server.served_model server.app server.main server.sse "
+        "server.auth server.settings "
         "bench.workload bench.client bench.paired bench.report bench.progress bench.timeline bench.peer bench.offline "
         "bench.stall bench.planner bench.pressure bench.run demo.scene demo.run demo.show",
     ),

@@ -119,7 +119,8 @@ BAD_FIELDS: list[tuple[str, str, Any, str]] = [
             ("logit_bias", {"1": 1000}, "100"),
             ("logit_bias", {"99999": 1}, "99999"),
             ("stream_options", {"include_usage": True}, "stream is not true"),
-            ("response_format", {"type": "json_object"}, "not supported"),
+            ("response_format", {"type": "structural_tag"}, "json_schema"),
+            ("bad_words", ["x"], "not supported"),
         )
     ),
 ]

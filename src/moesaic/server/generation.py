@@ -8,6 +8,7 @@ from starlette.types import Receive
 
 from moesaic.engine.client import DeltaStream, EngineClient, Submission
 from moesaic.engine.outputs import TextDelta
+from moesaic.errors import RequestError
 from moesaic.request import RequestOutput
 from moesaic.server.errors import UnfinishedRequestError
 from moesaic.server.protocol import GenerationRequest
@@ -70,14 +71,22 @@ async def respond(writer: ReplyWriter, client: EngineClient, receive: Receive) -
     Raises: ``RequestError``, ``EngineDeadError``, ``UnfinishedRequestError``, ``ClientDisconnect``.
     """
     if writer.body.stream:
-        stream = await while_connected(receive, client.submit(*writer.submissions))
+        stream = await while_connected(receive, _submit(writer, client))
         return EventStream(_chunks(writer, stream), stream)
     reply = await while_connected(receive, _whole(writer, client))
     return Response(reply.json_bytes(), media_type="application/json")
 
 
+async def _submit(writer: ReplyWriter, client: EngineClient) -> DeltaStream:
+    try:
+        return await client.submit(*writer.submissions)
+    except RequestError as error:
+        error.param = writer.body.client_name(error.param)
+        raise
+
+
 async def _whole(writer: ReplyWriter, client: EngineClient) -> Completion | ChatCompletion:
-    async with await client.submit(*writer.submissions) as stream:
+    async with await _submit(writer, client) as stream:
         tally = Tally(writer, stream.request_ids)
         outputs: dict[int, RequestOutput] = {}
         async for delta in stream:

@@ -12,6 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, 
 from moesaic.engine.client import Submission
 from moesaic.errors import RequestError
 from moesaic.request import SamplingParams
+from moesaic.server.structured import StructuredFields
 
 MAX_CHOICES = 128
 """Largest ``n``: as many requests come from one body, and OpenAI's own limit is the same."""
@@ -33,18 +34,12 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "function_call": (None, "none"),
         "functions": (None, []),
         "grammar": (None,),
-        "guided_choice": (None,),
-        "guided_grammar": (None,),
-        "guided_json": (None,),
-        "guided_regex": (None,),
         "json_schema": (None,),
         "length_penalty": (None, 1.0),
         "modalities": (None, ["text"]),
         "prompt_embeds": (None,),
         "reasoning_effort": (None,),
         "regex": (None,),
-        "response_format": (None, {"type": "text"}),
-        "structured_outputs": (None,),
         "suffix": (None, ""),
         "truncate_prompt_tokens": (None,),
         "use_beam_search": (None, False),
@@ -75,7 +70,7 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: StrictBool | None = None
 
 
-class GenerationRequest(BaseModel):
+class GenerationRequest(StructuredFields):
     """The fields that completions and chat share. None means the model's own default."""
 
     model_config = ConfigDict(extra="allow")  # unknown fields are named in the log, not refused
@@ -157,15 +152,22 @@ class GenerationRequest(BaseModel):
         fields = {**defaults, **asked, **self.special_params()}
         if self.logit_bias is not None:
             fields["logit_bias"] = {_token_id(key): value for key, value in self.logit_bias.items()}
+        fields["structured_output"] = self.structured_output()
         seeds = [None if self.seed is None else self.seed + i for i in range(self.num_choices)]
         try:
             return [SamplingParams(**fields, seed=seed) for seed in seeds]
         except RequestError as error:
-            raise RequestError(str(error), param=self.client_names().get(error.param or "", error.param)) from error
+            raise RequestError(str(error), param=self.client_name(error.param)) from error
 
     def special_params(self) -> dict[str, Any]:
         """Return sampling parameters whose fields the endpoints spell differently (Any: of several types)."""
         return {}
+
+    def client_name(self, param: str | None) -> str | None:
+        """Return what the client called ``param``, a name in ``SamplingParams``."""
+        if param == "structured_output":
+            return self.structured_field or param
+        return self.client_names().get(param or "", param)
 
     def client_names(self) -> dict[str, str]:
         """Return what this endpoint calls the parameters that have another name in ``SamplingParams``."""
