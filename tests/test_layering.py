@@ -48,9 +48,11 @@ LAYERS: tuple[tuple[str, bool, str], ...] = (
     (
         "edges",
         True,
+        "server.settings server.tools.base server.tools.call_object server.tools.hermes server.tools.mistral "
+        "server.tools.protocol server.tools.formats server.reasoning server.chat_format server.answer "
         "server.structured server.protocol server.errors server.replies server.logprobs server.vocabulary "
         "server.generation server.chat server.completions server.served_model server.app server.main server.sse "
-        "server.auth server.settings "
+        "server.auth "
         "bench.workload bench.client bench.paired bench.report bench.progress bench.timeline bench.peer bench.offline "
         "bench.stall bench.planner bench.pressure bench.run demo.scene demo.run demo.show",
     ),

@@ -57,13 +57,16 @@ class SamplingParams:
     """The same for each prompt token but the first."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
+    visible_special_token_ids: Sequence[int] = ()
+    """Special tokens that stay in the text all the same; tool calls begin with such tokens in some models."""
     structured_output: StructuredOutput | None = None
     """A grammar that the output must match; not with ``min_tokens`` or ``ignore_eos``, since it says where to end."""
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
         object.__setattr__(self, "stop", _tuple_of("stop", stop, str))
-        object.__setattr__(self, "stop_token_ids", _tuple_of("stop_token_ids", self.stop_token_ids, int))
+        for name in ("stop_token_ids", "visible_special_token_ids"):
+            object.__setattr__(self, name, _tuple_of(name, getattr(self, name), int))
         if "" in self.stop:
             raise RequestError("stop contains an empty string, which would match at once; remove it", param="stop")
         if self.logit_bias is not None:

@@ -2,7 +2,7 @@
 
 import json
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from moesaic.errors import RequestError
 
@@ -11,6 +11,9 @@ GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "grammar"
 MAX_GRAMMAR_BYTES = 128 * 1024
 """Largest text of a grammar. Bounds its compilation: 0.5 s for the worst found, 1 ms for common ones (tiny model's
 tokenizer, one core of a shared x86 machine, 2026-12-01), and the depth of the compiler's recursion."""
+
+_JSON_WHITE_SPACE = r" |\n[ \t]{0,40}"
+"""Between the tokens of JSON: one space, or a new line and its indentation. Without a bound a model may never end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,3 +62,10 @@ class StructuredOutput:
 
 def _refused(reason: str) -> RequestError:
     return RequestError(f"structured_output {reason}", param="structured_output")
+
+
+def bounded_schema(schema: dict[str, Any] | bool) -> dict[str, Any]:
+    """Return a schema (Any: JSON values) with bounded white space, unless its own ``x-guidance`` says otherwise."""
+    if isinstance(schema, bool):
+        schema = {} if schema else {"enum": []}
+    return {"x-guidance": {"whitespace_pattern": _JSON_WHITE_SPACE}, **schema}

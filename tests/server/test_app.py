@@ -97,11 +97,11 @@ BAD_FIELDS: list[tuple[str, str, Any, str]] = [
     ("/v1/chat/completions", "messages", [{"content": "Hi"}], "is missing"),
     ("/v1/chat/completions", "messages", [{"role": "user", "content": [{"type": "image_url"}]}], "text only"),
     ("/v1/chat/completions", "messages", [{"role": "user", "content": "\ud800"}], "no Unicode"),
-    ("/v1/chat/completions", "messages", [{"role": "assistant", "tool_calls": [{}]}], "template refuses"),
+    ("/v1/chat/completions", "messages", [{"role": "assistant", "tool_calls": [{}]}], "no list of function calls"),
     ("/v1/chat/completions", "max_completion_tokens", -1, "at least 0"),
     ("/v1/chat/completions", "top_logprobs", 2, "logprobs is not true"),
-    ("/v1/chat/completions", "tools", [{"type": "function"}], "not supported"),
-    ("/v1/chat/completions", "tool_choice", "required", "not supported"),
+    ("/v1/chat/completions", "tools", [{"type": "function"}], "is missing"),
+    ("/v1/chat/completions", "tool_choice", "required", "tools have none"),
     ("/v1/chat/completions", "functions", [{}], "not supported"),
     *(
         (route, field, value, words)
@@ -216,7 +216,7 @@ def test_the_models_own_sampling_applies_where_the_client_says_nothing(serve: Se
 
 
 def test_tools_are_ignored_where_no_tool_may_be_chosen(client: TestClient) -> None:
-    body = {**CHAT, "tools": [{"type": "function"}], "tool_choice": "none"}
+    body = {**CHAT, "tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "none"}
     assert client.post("/v1/chat/completions", json=body).status_code == 200
 
 

@@ -50,9 +50,15 @@ class TokenDecoder:
             text = self._texts[token_id] = self._decoded(token_ids)
         return text
 
-    def visible(self, token_ids: Iterable[int], *, skip_special_tokens: bool) -> list[int]:
+    def visible(
+        self, token_ids: Iterable[int], *, skip_special_tokens: bool, visible_special_ids: SequenceOf[int] = ()
+    ) -> list[int]:
         """Return those of ``token_ids`` that have text: ids the tokenizer does not know have none."""
-        kept = [i for i in token_ids if not (skip_special_tokens and i in self._special_ids)]
+        kept = [
+            i
+            for i in token_ids
+            if not (skip_special_tokens and i in self._special_ids and i not in visible_special_ids)
+        ]
         if not self._is_fast:
             return kept
         return [i for i in kept if self._tokenizer.id_to_token(i) is not None]
@@ -82,10 +88,12 @@ class IncrementalDetokenizer:
         prompt_token_ids: SequenceOf[int] = (),
         *,
         skip_special_tokens: bool = True,
+        visible_special_ids: SequenceOf[int] = (),
     ) -> None:
         """Many outputs of one tokenizer should share one ``TokenDecoder``: making it looks at all added tokens."""
         self._decoder = tokenizer if isinstance(tokenizer, TokenDecoder) else TokenDecoder(tokenizer)
         self._skip_special_tokens = skip_special_tokens
+        self._visible_special_ids = visible_special_ids
         self._context = self._shortest_context(self._visible(prompt_token_ids[-_PROMPT_TOKENS:]), 1)
         self._context_text = self._decode(self._context)
         self._pending: list[int] = []
@@ -150,7 +158,11 @@ class IncrementalDetokenizer:
         return token_ids
 
     def _visible(self, token_ids: Iterable[int]) -> list[int]:
-        return self._decoder.visible(token_ids, skip_special_tokens=self._skip_special_tokens)
+        return self._decoder.visible(
+            token_ids,
+            skip_special_tokens=self._skip_special_tokens,
+            visible_special_ids=self._visible_special_ids,
+        )
 
     def _decode(self, token_ids: list[int]) -> str:
         return self._decoder.decode(token_ids) if token_ids else ""

@@ -127,7 +127,10 @@ class _Stream:
         self._detokenizer: IncrementalDetokenizer | None = None
         if decoder is not None:
             self._detokenizer = IncrementalDetokenizer(
-                decoder, prompt_token_ids, skip_special_tokens=params.skip_special_tokens
+                decoder,
+                prompt_token_ids,
+                skip_special_tokens=params.skip_special_tokens,
+                visible_special_ids=params.visible_special_token_ids,
             )
         self._stops = StopStrings(
             params.stop, include_in_output=params.include_stop_str_in_output, min_tokens=params.min_tokens

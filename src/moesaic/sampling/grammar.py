@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from moesaic.errors import RequestError, SamplingError
 from moesaic.sampling.row import SamplingRow
-from moesaic.structured import StructuredOutput
+from moesaic.structured import StructuredOutput, bounded_schema
 
 logger = logging.getLogger(__name__)
 
@@ -33,8 +33,6 @@ _COMPILER_STACK_BYTES = 256 * 2**20
 
 8000, more than ``MAX_GRAMMAR_BYTES`` can hold, pass with this one. It is address space, not memory.
 """
-_JSON_WHITE_SPACE = r" |\n[ \t]{0,40}"
-"""Between the tokens of JSON: one space, or a new line and its indentation. Without a bound a model may never end."""
 _PARAM = "structured_output"
 
 
@@ -135,7 +133,8 @@ class _GrammarTokenizer:
         except ValueError as error:  # a tokenizer in pure Python, or one with more ids than the logits
             raise RequestError(f"this model's tokenizer can have no grammar: {error}", param=_PARAM) from error
         added = tokenizer.backend_tokenizer.get_added_tokens_decoder()
-        self.special_ids = {token.content: i for i, token in added.items() if token.special}
+        # llguidance's own judgement: it takes <tool_call> of Qwen3 for special although the tokenizer does not.
+        self.special_ids = {token.content: i for i, token in added.items() if self.wrapped.is_special_token(i)}
 
 
 class _Progress:
@@ -184,13 +183,6 @@ def _body(wanted: StructuredOutput) -> dict[str, Any]:
             return {"lark_grammar": "start: " + " | ".join(lark_text(c) for c in json.loads(wanted.text))}
         case "grammar":
             return {"lark_grammar": wanted.text}
-
-
-def bounded_schema(schema: dict[str, Any] | bool) -> dict[str, Any]:
-    """Return a JSON schema whose white space is bounded, unless its own ``x-guidance`` says otherwise."""
-    if isinstance(schema, bool):
-        schema = {} if schema else {"enum": []}
-    return {"x-guidance": {"whitespace_pattern": _JSON_WHITE_SPACE}, **schema}
 
 
 def _matcher_class() -> Any:

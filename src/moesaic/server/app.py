@@ -82,7 +82,7 @@ def _add_state(app: FastAPI, client: EngineClient, model: ServedModel, config: E
 
     @app.get("/v1/config", responses=_ERRORS)
     async def settings() -> dict[str, Any]:
-        features = (await client.stats())["features"]
+        features = (await client.stats())["features"] | model.chat.features()
         served = {"names": model.names, "root": model.root, "max_model_len": model.max_model_len}
         sampling = {"sampling_defaults": dict(model.defaults)}
         return {"model": served | sampling, "config": dataclasses.asdict(config), "features": features}

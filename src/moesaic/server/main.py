@@ -66,6 +66,9 @@ def load_app(
         max_model_len=core.max_model_len,
         tokenizer=load_tokenizer(path),
         defaults=read_defaults(path),
+        tool_call_parser=settings.tool_call_parser,
+        reasoning_parser=settings.reasoning_parser,
+        trust_request_chat_template=settings.trust_request_chat_template,
     )
     return create_app(ThreadEngineClient(core, load_tokenizer(path)), served, config), core
 

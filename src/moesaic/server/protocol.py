@@ -3,6 +3,7 @@
 Ranges are judged by ``SamplingParams``, which the offline API shares; here are names, types and what is refused.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
@@ -12,7 +13,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, 
 from moesaic.engine.client import Submission
 from moesaic.errors import RequestError
 from moesaic.request import SamplingParams
+from moesaic.server.chat_format import Rendering
 from moesaic.server.structured import StructuredFields
+from moesaic.server.tools.protocol import Tool, ToolChoice
 
 MAX_CHOICES = 128
 """Largest ``n``: as many requests come from one body, and OpenAI's own limit is the same."""
@@ -22,14 +25,10 @@ Defaults = Mapping[str, float | int]
 
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
-        "add_generation_prompt": (None, True),
         "allowed_token_ids": (None,),
         "audio": (None,),
         "bad_words": (None, []),
         "best_of": (None, 1),
-        "chat_template": (None,),
-        "chat_template_kwargs": (None, {}),
-        "continue_final_message": (None, False),
         "documents": (None, []),
         "function_call": (None, "none"),
         "functions": (None, []),
@@ -166,7 +165,7 @@ class GenerationRequest(StructuredFields):
     def client_name(self, param: str | None) -> str | None:
         """Return what the client called ``param``, a name in ``SamplingParams``."""
         if param == "structured_output":
-            return self.structured_field or param
+            return self.grammar_field or param
         return self.client_names().get(param or "", param)
 
     def client_names(self) -> dict[str, str]:
@@ -241,17 +240,74 @@ class ChatCompletionRequest(GenerationRequest):
     max_completion_tokens: StrictInt | None = None
     logprobs: StrictBool | None = None
     top_logprobs: StrictInt | None = None
-    tools: list[Any] | None = None
-    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    parallel_tool_calls: StrictBool | None = None
+    chat_template: StrictStr | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: StrictBool | None = None
+    continue_final_message: StrictBool | None = None
+
+    @property
+    def uses_tools(self) -> bool:
+        """Whether the model is told of tools and its calls are read."""
+        return bool(self.tools) and self.tool_choice != "none"
+
+    @property
+    def must_call(self) -> bool:
+        """Whether the answer is to be one or more tool calls and nothing else."""
+        return self.tool_choice == "required" or isinstance(self.tool_choice, ToolChoice)
+
+    def callable_tools(self) -> list[Tool]:
+        """Return the tools that an answer may call."""
+        choice = self.tool_choice
+        if not isinstance(choice, ToolChoice):
+            return self.tools or []
+        return [tool for tool in self.tools or [] if tool.function.name == choice.function.name]
+
+    def client_name(self, param: str | None) -> str | None:
+        if param == "structured_output" and self.must_call:
+            return "tools"
+        return super().client_name(param)
+
+    def rendering(self) -> Rendering:
+        """Return how the messages are to be rendered."""
+        continues = bool(self.continue_final_message)
+        adds = self.add_generation_prompt
+        return Rendering(
+            tools=[tool.for_template() for tool in self.tools or ()] if self.uses_tools else None,
+            add_generation_prompt=not continues if adds is None else adds,
+            continue_final_message=continues,
+            chat_template=self.chat_template,
+            template_kwargs=self.chat_template_kwargs or {},
+        )
 
     def check(self) -> None:
         super().check()
-        if self.tools and self.tool_choice != "none":
-            raise RequestError('tools are not supported; leave them out or set tool_choice to "none"', param="tools")
-        if self.tool_choice not in (None, "none", "auto"):
-            raise RequestError("tool_choice is not supported; leave it out", param="tool_choice")
+        self._check_tools()
+        if self.continue_final_message and self.add_generation_prompt:
+            raise RequestError(
+                "continue_final_message and add_generation_prompt exclude each other; leave one out",
+                param="continue_final_message",
+            )
+        if self.continue_final_message and self.messages[-1].role != "assistant":
+            raise RequestError(
+                f"continue_final_message is true but the last message is from {self.messages[-1].role!r}; "
+                "end with one from the assistant",
+                param="continue_final_message",
+            )
         if self.top_logprobs is not None and not self.logprobs:
             raise RequestError("top_logprobs is set but logprobs is not true; set it", param="top_logprobs")
+
+    def _check_tools(self) -> None:
+        if self.must_call and not self.callable_tools():
+            choice = self.tool_choice
+            asked = f"the function {choice.function.name!r}" if isinstance(choice, ToolChoice) else "a call"
+            raise RequestError(f"tool_choice asks for {asked} but tools have none; add it", param="tool_choice")
+        if self.uses_tools and (field := self.grammar_field) is not None:
+            raise RequestError(
+                f'{field} and tools exclude each other; leave one out or set tool_choice to "none"', param=field
+            )
 
     def special_params(self) -> dict[str, Any]:
         limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
@@ -284,7 +340,32 @@ def _template_message(index: int, message: ChatMessage) -> dict[str, Any]:
         content = "\n".join(part.text or "" for part in content)
     if content is None and not fields.get("tool_calls"):
         raise RequestError(f"messages[{index}] ({message.role}) has no content; give it a text", param="messages")
+    if "reasoning" in fields:  # vLLM's name for what templates call reasoning_content
+        fields.setdefault("reasoning_content", fields.pop("reasoning"))
+    if calls := fields.get("tool_calls"):
+        fields["tool_calls"] = _template_calls(index, calls)
     return {**fields, "content": content}
+
+
+def _template_calls(index: int, calls: Any) -> list[Any]:
+    """Return a message's tool calls with their arguments as objects, which templates write as JSON of their own.
+
+    Arguments that are no object, of a call that was cut off perhaps, stay the text they are.
+    Raises: ``RequestError`` for what has not the shape of tool calls.
+    """
+    if not isinstance(calls, list) or not all(
+        isinstance(call, dict) and isinstance(call.get("function"), dict) for call in calls
+    ):
+        raise RequestError(f"messages[{index}] has tool_calls that are no list of function calls", param="messages")
+    return [{**call, "function": _template_function(call["function"])} for call in calls]
+
+
+def _template_function(function: dict[str, Any]) -> dict[str, Any]:
+    try:
+        arguments = json.loads(function["arguments"])
+    except (KeyError, TypeError, ValueError, RecursionError):
+        return function
+    return {**function, "arguments": arguments} if isinstance(arguments, dict) else function
 
 
 def _token_id(key: str) -> int:

@@ -80,11 +80,28 @@ class ChatLogprobs(Reply):
     content: list[ChatTokenLogprob]
 
 
+class FunctionCall(Reply):
+    """What a tool call calls; ``arguments`` are JSON as the model wrote it, which may be invalid."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Reply):
+    """One whole tool call."""
+
+    id: str
+    type: Literal["function"]
+    function: FunctionCall
+
+
 class ChatReplyMessage(Reply):
-    """The whole answer."""
+    """The whole answer; ``content`` is None if there are tool calls and nothing else."""
 
     role: Literal["assistant"]
-    content: str
+    content: str | None
+    reasoning_content: str = ""
+    tool_calls: list[ToolCall] = []
 
 
 class ChatChoice(Reply):
@@ -111,11 +128,29 @@ class ChatCompletion(Reply):
     prompt_logprobs: list[dict[str, Any] | None] = []
 
 
+class FunctionDelta(Reply):
+    """The name of a call, in its first delta, and the next piece of its arguments."""
+
+    name: str = ""
+    arguments: str
+
+
+class ToolCallDelta(Reply):
+    """What is new of one tool call; id, type and name come with its first delta."""
+
+    index: int
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: FunctionDelta
+
+
 class ChatDelta(Reply):
     """What is new of an answer."""
 
     role: Literal["assistant"] | None = None
     content: str | None = None
+    reasoning_content: str = ""
+    tool_calls: list[ToolCallDelta] = []
 
 
 class ChatChunkChoice(Reply):

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from jinja2 import TemplateError
-
 from moesaic.errors import ModelLoadError, RequestError
 from moesaic.request import SamplingParams
+from moesaic.server.chat_format import ChatFormat, Rendering
 from moesaic.server.errors import UnknownModelError
 from moesaic.server.protocol import Defaults
 from moesaic.server.replies import ModelCard
+from moesaic.server.settings import ReasoningParser, ToolCallParser
 from moesaic.server.vocabulary import Vocabulary
 
 T = TypeVar("T")
@@ -49,10 +49,18 @@ class ServedModel:
     """transformers' tokenizer (Any: untyped), or None for a model of token ids only. Not the engine's own."""
     defaults: Defaults = field(default_factory=dict)
     created_s: int = field(default_factory=lambda: int(time.time()))
+    tool_call_parser: ToolCallParser = "auto"
+    reasoning_parser: ReasoningParser = "auto"
+    trust_request_chat_template: bool = False
     vocabulary: Vocabulary = field(init=False)
+    chat: ChatFormat = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "vocabulary", Vocabulary(self.tokenizer))
+        chat = ChatFormat(
+            self.tokenizer, tool_call_parser=self.tool_call_parser, reasoning_parser=self.reasoning_parser
+        )
+        object.__setattr__(self, "chat", chat)
 
     def check_name(self, name: str | None) -> None:
         """Return if ``name`` is served; none at all means the one there is.
@@ -89,15 +97,17 @@ class ServedModel:
         )
         return EncodedPrompt(ids, prompt)
 
-    async def encode_chat(self, messages: list[dict[str, Any]]) -> EncodedPrompt:
-        """Return the conversation rendered for the assistant to continue.
+    async def encode_chat(self, messages: list[dict[str, Any]], how: Rendering | None = None) -> EncodedPrompt:
+        """Return the conversation rendered, by default for the assistant to answer.
 
         Raises: ``RequestError`` if the model has no chat template or the template refuses the messages.
         """
-        if self.tokenizer is None or not getattr(self.tokenizer, "chat_template", None):
-            raise RequestError("this model has no chat template; use /v1/completions", param="messages")
+        how = Rendering() if how is None else how
+        if self.tokenizer is None:
+            raise RequestError("this model has no tokenizer and so no chats; use /v1/completions", param="messages")
         num_characters = sum(len(message["content"] or "") for message in messages)
-        return await _off_loop_if(num_characters > LONG_TEXT_CHARACTERS, lambda: self._render(messages))
+        is_long = num_characters > LONG_TEXT_CHARACTERS or how.tools or how.chat_template is not None
+        return await _off_loop_if(bool(is_long), lambda: self._render(messages, how))
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """Return the text of a prompt that came as token ids; empty without a tokenizer."""
@@ -106,13 +116,8 @@ class ServedModel:
         text: str = self.tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         return text
 
-    def _render(self, messages: list[dict[str, Any]]) -> EncodedPrompt:
-        try:
-            text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        except (TemplateError, TypeError, ValueError) as error:  # a template trips over roles and fields at will
-            raise RequestError(
-                f"the model's chat template refuses these messages: {error}", param="messages"
-            ) from error
+    def _render(self, messages: list[dict[str, Any]], how: Rendering) -> EncodedPrompt:
+        text = self.chat.render(messages, how)
         return EncodedPrompt(self._tokenize(text, False, "messages"), text)
 
     def _tokenize(self, text: str, add_special_tokens: bool, param: str) -> tuple[int, ...]:

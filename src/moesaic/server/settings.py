@@ -1,9 +1,13 @@
 """The HTTP server's settings, beside those of the engine."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from moesaic.config import check_at_least, check_types
 from moesaic.errors import ConfigError
+
+ToolCallParser = Literal["auto", "hermes", "mistral", "none"]
+ReasoningParser = Literal["auto", "think", "none"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +23,12 @@ class ServerConfig:
     """Port to listen on; 0 takes a free one."""
     served_model_name: tuple[str, ...] = ()
     """Name that clients send as model; repeatable, the first is the one in replies. The default is MODEL."""
+    tool_call_parser: ToolCallParser = "auto"
+    """How the model writes tool calls; auto looks at its chat template."""
+    reasoning_parser: ReasoningParser = "auto"
+    """How the model marks its reasoning; auto looks for </think> in its chat template."""
+    trust_request_chat_template: bool = False
+    """Render the chat_template of a request, in a sandbox that does not limit its time."""
 
     def __post_init__(self) -> None:
         self.validate()

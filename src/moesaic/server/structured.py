@@ -71,7 +71,7 @@ class StructuredFields(BaseModel):
         return None
 
     @property
-    def structured_field(self) -> str | None:
+    def grammar_field(self) -> str | None:
         """The name of the field that asks for a grammar, or None."""
         return next((param for param, _, _ in self._wanted()), None)
 
