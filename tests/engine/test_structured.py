@@ -203,3 +203,10 @@ def test_nothing_is_left_of_a_request_that_ends_from_outside(tiny_dir: Path) -> 
         engine.step()
     assert not engine.has_pending_requests()
     assert engine.stats()["num_grammars"] == 0
+
+
+def test_the_example_of_the_page_runs(tiny_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "structured-output.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    exec(example.replace('"tiny"', repr(str(tiny_dir))), {})
+    assert re.fullmatch(r"[A-Z]{3}-\d{4}\n", capsys.readouterr().out)

@@ -1,5 +1,7 @@
 """What a grammar allows, token by token."""
 
+import contextlib
+import json
 from pathlib import Path
 
 import numpy as np
@@ -7,9 +9,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
 
 from moesaic import SamplingParams, StructuredOutput
-from moesaic.errors import RequestError
+from moesaic.errors import RequestError, SamplingError
 from moesaic.models.loader import load_tokenizer
 from moesaic.sampling.grammar import Grammars
 from moesaic.sampling.row import SamplingRow
@@ -113,3 +116,54 @@ def test_few_compiled_grammars_are_kept(grammars: Grammars) -> None:
     for i in range(40):
         grammars.compile(StructuredOutput(kind="regex", text=f"a{{{i + 1}}}"))
     assert len(grammars._compiled) == 32
+
+
+def test_an_added_token_that_is_not_special_can_end_the_reasoning(tiny_dir: Path, tmp_path: Path) -> None:
+    """llguidance takes added tokens in angle brackets for special ones, whatever the tokenizer says: Qwen3 has such."""
+    fields = json.loads((tiny_dir / "tokenizer.json").read_text(encoding="utf-8"))
+    (begin,) = (token for token in fields["added_tokens"] if token["id"] == 256)
+    begin |= {"content": "</think>", "special": False}
+    del fields["model"]["vocab"]["<|begin|>"]
+    fields["model"]["vocab"]["</think>"] = 256
+    (tmp_path / "tokenizer.json").write_text(json.dumps(fields), encoding="utf-8")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
+    grammars = Grammars(vocab_size=VOCAB, eos_token_ids=(EOS,), load_tokenizer=lambda: tokenizer)
+    wanted = StructuredOutput(**YES, after="</think>")
+    assert 256 in allowed(grammars, wanted, b"Hm")
+    assert allowed(grammars, wanted, [*b"Hm", 256]) == {ord("y"), 32, 10}
+
+
+def test_what_cannot_be_prepared_stops_nothing() -> None:
+    Grammars(vocab_size=VOCAB, eos_token_ids=(EOS,), load_tokenizer=lambda: None).prepare()
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+KEYWORDS = st.sampled_from(
+    [
+        *("type", "enum", "const", "properties", "items", "anyOf", "allOf", "oneOf", "$ref", "$defs", "pattern"),
+        *("minimum", "maximum", "multipleOf", "maxLength", "format", "minItems", "required", "additionalProperties"),
+        *("prefixItems", "patternProperties", "x-guidance"),
+    ]
+)
+VALUES = JSON | st.sampled_from(["object", "string", "number", "array", "#", "#/$defs/a", "(", "a{9}", "date"])
+SCHEMAS = st.recursive(
+    st.dictionaries(KEYWORDS, VALUES, max_size=4),
+    lambda inner: st.dictionaries(KEYWORDS, inner | st.lists(inner, max_size=2) | VALUES, max_size=4),
+    max_leaves=6,
+)
+
+
+@given(SCHEMAS)
+def test_any_schema_is_compiled_or_refused(grammars: Grammars, schema: dict[str, object]) -> None:
+    with contextlib.suppress(RequestError, SamplingError):
+        allowed(grammars, StructuredOutput(kind="json_schema", text=json.dumps(schema)), b"")
+
+
+@pytest.mark.parametrize("text", ['{"const": NaN}', '{"a":' * 900 + "1" + "}" * 900, '{"minimum": 1e999}'])
+def test_what_json_should_not_be_is_compiled_or_refused(grammars: Grammars, text: str) -> None:
+    with contextlib.suppress(RequestError):
+        grammars.compile(StructuredOutput(kind="json_schema", text=text))

@@ -241,10 +241,10 @@ def test_a_template_of_the_request_needs_the_servers_trust(client: openai.OpenAI
     assert prompt_of(whole, extra_body=body) == "user/calm"
     with pytest.raises(openai.BadRequestError, match="--trust-request-chat-template"):
         prompt_of(client, extra_body=body)
-    outside = {"chat_template": "{{ messages.__class__.__mro__ }}"}
-    with pytest.raises(openai.BadRequestError, match="chat template refuses") as caught:
-        prompt_of(whole, extra_body=outside)
-    assert caught.value.param == "chat_template"
+    for bad in ("{{ messages.__class__.__mro__ }}", "{{ 1 // 0 }}", "{{ range(10**9) }}", "{% if %}", "{{ none.x.y }}"):
+        with pytest.raises(openai.BadRequestError, match="chat template refuses") as caught:
+            prompt_of(whole, extra_body={"chat_template": bad})
+        assert caught.value.param == "chat_template"
 
 
 @pytest.mark.parametrize(

@@ -106,6 +106,10 @@ class EngineCore:
         )
         return cls(model, config, load_tokenizer=partial(load_tokenizer, path))
 
+    def prepare_grammars(self) -> None:
+        """Do now what the first request with a grammar would make all others wait for, up to seconds."""
+        self._grammars.prepare()
+
     def add_request(
         self,
         request_id: str,

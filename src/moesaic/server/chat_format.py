@@ -17,6 +17,18 @@ from moesaic.structured import StructuredOutput
 
 # Any below: transformers' tokenizers have no types, and messages are JSON.
 
+_TEMPLATE_ERRORS = (
+    TemplateError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+"""A template is a program: it trips over what it gets in any of these ways."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rendering:
@@ -106,7 +118,7 @@ class ChatFormat:
                 **own,
                 **how.template_kwargs,
             )
-        except (TemplateError, TypeError, ValueError, LookupError) as error:  # a template trips over what it gets
+        except _TEMPLATE_ERRORS as error:
             whose = "the model's" if how.chat_template is None else "the request's"
             raise RequestError(f"{whose} chat template refuses these messages: {error}", param=param) from error
         return text

@@ -60,6 +60,7 @@ def load_app(
     settings = ServerConfig() if settings is None else settings
     path = resolve_model_path(model, progress=progress)
     core = EngineCore.from_path(path, config, progress)
+    core.prepare_grammars()
     served = ServedModel(
         names=settings.served_model_name or (model,),
         root=str(path) if Path(model).is_dir() else model,
