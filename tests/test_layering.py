@@ -54,7 +54,9 @@ LAYERS: tuple[tuple[str, bool, str], ...] = (
         "server.generation server.chat server.completions server.served_model server.app server.main server.sse "
         "server.auth "
         "bench.workload bench.client bench.paired bench.report bench.progress bench.timeline bench.peer bench.offline "
-        "bench.stall bench.planner bench.pressure bench.run demo.scene demo.run demo.show",
+        "bench.stall bench.planner bench.pressure bench.run bench.load "
+        "bench.events bench.figures bench.arm bench.steps bench.comparison bench.summary bench.svg bench.html "
+        "bench.png demo.scene demo.run demo.show demo.picture",
     ),
     ("command line", True, "cli"),
 )

@@ -1,5 +1,6 @@
 """The command line. Engine flags are made from the fields of ``EngineConfig``."""
 
+import importlib.util
 import inspect
 import logging
 import os
@@ -16,6 +17,9 @@ from moesaic.errors import MoesaicError
 from moesaic.server.settings import ServerConfig
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
+    from moesaic.bench.events import Recording
     from moesaic.bench.run import Bench
 
 app = typer.Typer(
@@ -139,6 +143,7 @@ def demo(
     streams: Annotated[int, typer.Option(help="Chat streams that run when the document arrives.")] = 6,
     max_tokens: Annotated[int, typer.Option(help="Most output tokens of each stream.")] = 40,
     chunk_size: Annotated[int, typer.Option(help="Most document tokens in one step when chunking is on.")] = 128,
+    report: Annotated[Path, typer.Option(help="Where the report with the pictures goes.")] = Path("moesaic-demo.html"),
 ) -> None:
     """Run chat streams and a long document on this machine's CPU, with chunked prefill off and on."""
     from rich.console import Console
@@ -148,6 +153,8 @@ def demo(
     console = Console()
     with StageProgress(console) as progress:
         progress("load PyTorch", 0.0)
+        from moesaic.bench.html import write_html
+        from moesaic.demo.picture import as_recording
         from moesaic.demo.run import run_demo
         from moesaic.demo.scene import DemoSettings
         from moesaic.demo.show import show_runs
@@ -155,6 +162,9 @@ def demo(
         settings = DemoSettings(model=model, num_streams=streams, max_tokens=max_tokens, chunk_size=chunk_size)
         runs = run_demo(settings, progress)
     show_runs(runs, console)
+    write_html(report, as_recording(runs))
+    console.print("\nPictures of both runs, to open in a browser:")
+    console.print(str(report), markup=False, highlight=False, soft_wrap=True)
 
 
 bench_app = typer.Typer(help="Benchmarks on this machine's CPU; without a name, all of them in turn.")
@@ -266,6 +276,139 @@ def bench_pressure(
         return [partial(run_pressure, PressureSettings(**_given(hours=hours, requests_per_s=requests_per_s)))]
 
     _run_benches(benches, json, None)
+
+
+@bench_app.command("paired")
+def bench_paired(
+    model: ModelArgument,
+    *,
+    workload: Annotated[
+        str, typer.Option(help="stall, head-of-line, conversation, code, agent, churn or pressure.")
+    ] = "stall",
+    arm_a: Annotated[str | None, typer.Option(help='Flags of the baseline, in quotes: "--flag value".')] = None,
+    arm_b: Annotated[str | None, typer.Option(help="Flags of the candidate.")] = None,
+    url_a: Annotated[str | None, typer.Option(help="A running server instead of one that is started here.")] = None,
+    url_b: Annotated[str | None, typer.Option(help="The same for the candidate.")] = None,
+    model_a: Annotated[str | None, typer.Option(help="What arm A calls the model; the default is MODEL.")] = None,
+    model_b: Annotated[str | None, typer.Option(help="What arm B calls it.")] = None,
+    chunk_sizes: Annotated[
+        str | None, typer.Option(help="Like 64,128,256: chunking off, and one arm for each of these.")
+    ] = None,
+    pairs: Annotated[int, typer.Option(min=1, help="Measured runs of each arm, in turns.")] = 3,
+    streams: Annotated[int | None, typer.Option(min=1, help="Decoders, or short requests behind the long one.")] = None,
+    prompt_tokens: Annotated[int | None, typer.Option(min=1, help="Length of the long prompt.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Output tokens of a decoder; the most of all.")] = None,
+    requests: Annotated[int | None, typer.Option(min=1, help="Requests of a trace's workload.")] = None,
+    length_divisor: Annotated[int | None, typer.Option(min=1, help="Divides the lengths of a trace.")] = None,
+    arrivals: Annotated[str | None, typer.Option(help="trace, poisson or bursty.")] = None,
+    rate: Annotated[float | None, typer.Option(help="Mean arrivals per second.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of lengths, prompts and arrivals.")] = None,
+    max_ttft_s: Annotated[float, typer.Option(help="Goodput: most seconds to the first token.")] = 2.0,
+    max_stall_s: Annotated[float, typer.Option(help="Goodput: longest gap in seconds.")] = 0.2,
+    json: Annotated[
+        Path | None, typer.Option("--json", help="Write figures here, and events beside it as .jsonl.")
+    ] = None,
+    report: Annotated[Path | None, typer.Option(help="Write the HTML report here.")] = None,
+) -> None:
+    """Put two servers under the same load in turns; the default arms are chunked prefill off and on."""
+    from rich.console import Console
+
+    from moesaic.bench.progress import StageProgress
+
+    console = Console()
+    with StageProgress(console) as progress:
+        if importlib.util.find_spec("httpx2") is None:
+            raise MoesaicError("bench paired asks servers with httpx2, which is not there; install moesaic[bench]")
+        progress("load PyTorch", 0.0)
+        from moesaic.bench.comparison import ArmSettings, ComparisonSettings, chunking_arms, run_comparison
+        from moesaic.bench.load import LoadSettings
+
+        sizes = _sizes(chunk_sizes) if chunk_sizes else (128,)
+        off, on, *more = chunking_arms(model, sizes)
+        own = {"A": (off, arm_a, url_a, model_a), "B": (on, arm_b, url_b, model_b)}
+        arms = [
+            usual
+            if flags is None and url is None
+            else ArmSettings(name=f"{name}: {flags or url}", model=as_model or model, flags=_split(flags), url=url)
+            for name, (usual, flags, url, as_model) in own.items()
+        ]
+        load = LoadSettings(
+            workload=workload,  # type: ignore[arg-type]  # the settings check it
+            **_given(
+                num_streams=streams,
+                prompt_tokens=prompt_tokens,
+                max_tokens=max_tokens,
+                num_requests=requests,
+                length_divisor=length_divisor,
+                arrivals=arrivals,
+                rate_per_s=rate,
+                seed=seed,
+            ),
+        )
+        settings = ComparisonSettings(
+            model=model,
+            arms=(*arms, *more),
+            load=load,
+            num_pairs=pairs,
+            max_ttft_s=max_ttft_s,
+            max_stall_s=max_stall_s,
+        )
+        recording = run_comparison(settings, progress)
+    _keep(recording, console, json, report, None)
+
+
+@bench_app.command("report")
+def bench_report(
+    files: Annotated[list[Path], typer.Argument(help="Events (.jsonl) that bench paired wrote.")],
+    *,
+    html: Annotated[Path | None, typer.Option(help="Write the HTML report of the (one) file here.")] = None,
+    png: Annotated[Path | None, typer.Option(help="Write the ladders of the (one) file here.")] = None,
+) -> None:
+    """Make tables and pictures of recorded events again."""
+    from rich.console import Console
+
+    from moesaic.bench.events import read_events
+    from moesaic.errors import ConfigError
+
+    if len(files) > 1 and (html or png):
+        raise ConfigError(f"there are {len(files)} files but one picture to write; pass one file at a time")
+    for file in files:
+        _keep(read_events(file), Console(), None, html, png)
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    from moesaic.errors import ConfigError
+
+    try:
+        return tuple(map(int, text.split(",")))
+    except ValueError as error:
+        raise ConfigError(f"chunk sizes are {text!r}; give whole numbers with commas, like 64,128,256") from error
+
+
+def _split(flags: str | None) -> tuple[str, ...]:
+    import shlex
+
+    return tuple(shlex.split(flags or ""))
+
+
+def _keep(recording: "Recording", console: "Console", json: Path | None, html: Path | None, png: Path | None) -> None:
+    """Print a recording and write the files that were asked for."""
+    import json as json_library
+
+    from moesaic.bench.events import write_events
+    from moesaic.bench.html import write_html
+    from moesaic.bench.summary import as_json, show_summary
+
+    show_summary(recording, console)
+    if json is not None:
+        write_events(json.with_suffix(".jsonl"), recording)
+        json.write_text(json_library.dumps(as_json(recording), indent=1) + "\n", encoding="utf-8")
+    if html is not None:
+        write_html(html, recording)
+    if png is not None:
+        from moesaic.bench.png import write_png
+
+        write_png(png, recording)
 
 
 def _given(**options: Any) -> dict[str, Any]:  # Any: fields of settings, each of its own type

@@ -11,8 +11,9 @@ from moesaic.demo.show import reading, seconds
 
 
 def test_the_demonstration_shows_answers_and_both_timelines_in_80_columns(
-    tiny_dir: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MOESAIC_CACHE", str(tiny_dir.parents[1]))
     done = CliRunner().invoke(
         app,
@@ -27,6 +28,8 @@ def test_the_demonstration_shows_answers_and_both_timelines_in_80_columns(
     assert "A: " in words
     assert "| tokens equal | yes |" in words
     assert "they ran in 5 steps" in words
+    assert words.endswith("to open in a browser: moesaic-demo.html")
+    assert "first pair" in (tmp_path / "moesaic-demo.html").read_text(encoding="utf-8")
 
 
 def _timeline(stall_s: float, ttft_s: float, num_late_chunks: int) -> Timeline:

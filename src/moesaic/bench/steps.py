@@ -1,0 +1,61 @@
+"""What each step of a server held, from its decision log."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from moesaic.bench.events import StepColumn
+from moesaic.kv.geometry import blocks_for_tokens
+from moesaic.sched.decisions import Header
+
+
+def read_steps(path: Path, request_ids: tuple[str, ...]) -> tuple[StepColumn, ...]:
+    """Return the steps of the last requests of a log, as many as ``request_ids``, which name them in their order.
+
+    KV blocks are those that the computed tokens fill; a swapped request holds none.
+    Raises: ``ConfigError`` if the first line is no header.
+    """
+    head, *entries = _lines(path)
+    block_size = Header.parse(head).settings["block_size"]
+    added = [entry[1] for entry in entries if entry[0] == "add"]
+    names = dict(zip(added[-len(request_ids) :], request_ids, strict=False))
+    return tuple(_columns(entries, names, block_size))
+
+
+def _lines(path: Path) -> list[Any]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def _columns(entries: list[Any], names: dict[Any, str], block_size: int) -> Iterator[StepColumn]:
+    held: dict[Any, int] = {}  # computed tokens on the device, by sequence
+    swapped: dict[Any, int] = {}
+    transfers: dict[Any, tuple[Any, str]] = {}
+    decode: list[Any] = []
+    chunks: list[Any] = []
+    for verb, *rest in entries:
+        match verb:
+            case "abort" | "fail" | "preempt":
+                held.pop(rest[0], None)
+            case "step":
+                decode, chunks = decode if rest[2] is None else rest[2], rest[3]
+            case "commit":
+                held.update({seq: held.get(seq, 0) + 1 for seq in decode})
+                held.update({seq: start + num for seq, start, num in chunks})
+                rows = [seq for seq in decode if seq in names]
+                parts = tuple((names[seq], num) for seq, _, num in chunks if seq in names)
+                if rows or parts:
+                    blocks = sum(blocks_for_tokens(n, block_size) for n in held.values())
+                    yield StepColumn(decode_rows=len(rows), chunks=parts, kv_blocks=blocks)
+                for seq, _ in rest[1]:
+                    held.pop(seq, None)
+            case "swap_begin":
+                transfers.update({transfer: (seq, direction) for transfer, seq, direction in rest[0]})
+            case "swap_end":
+                seq, direction = transfers.pop(rest[0])
+                if direction == "out":
+                    swapped[seq] = held.pop(seq, 0)
+                else:
+                    held[seq] = swapped.pop(seq, 0)
+            case _:
+                pass
