@@ -58,3 +58,7 @@ def test_prompts_have_their_lengths_and_share_no_prefix() -> None:
 def test_an_unknown_workload_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ConfigError, match="head-of-line"):
         LoadSettings(workload="stal")  # type: ignore[arg-type]
+
+
+def test_under_pressure_all_arrive_at_once() -> None:
+    assert {c.arrival_s for c in make_calls(LoadSettings(workload="pressure"))} == {0.0}

@@ -88,6 +88,8 @@ def make_calls(settings: LoadSettings) -> tuple[Call, ...]:
     if settings.workload == "head-of-line":
         return _head_of_line(settings)
     calls = _traced(settings)
+    if settings.workload == "pressure":  # all at once: spread out they would hardly meet in the pool
+        return tuple(replace(c, arrival_s=0.0) for c in calls)
     return _with_cancels(calls, settings) if settings.workload == "churn" else calls
 
 
