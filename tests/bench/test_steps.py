@@ -39,3 +39,20 @@ def test_kv_blocks_follow_chunks_decode_rows_swaps_and_ends(tmp_path: Path) -> N
         StepColumn(decode_rows=1, chunks=(), kv_blocks=2),
     )
     assert next(c.chunks for c in read_steps(path, ("b",))) == (("b", 6),)
+
+
+def test_a_sequence_that_starts_again_held_nothing_since_its_last_row(tmp_path: Path) -> None:
+    entries = [
+        Header.of(EngineConfig(block_size=4), 8, 64, 0).as_entry(),
+        ["add", "0", 4, 3, 0],
+        ["add", "1", 4, 3, 0],
+        ["step", 1, 8, [], [["0", 0, 4], ["1", 0, 4]]],
+        ["commit", 1, []],
+        ["step", 2, 8, ["0"], []],
+        ["commit", 2, [["0", "length"]]],
+        ["step", 3, 8, [], [["1", 0, 5]]],
+        ["commit", 3, []],
+    ]
+    path = tmp_path / "log"
+    path.write_text("".join(json.dumps(e) + "\n" for e in entries), encoding="ascii")
+    assert [c.kv_blocks for c in read_steps(path, ("a", "b"))] == [2, 2, 2]

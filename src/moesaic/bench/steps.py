@@ -33,7 +33,8 @@ def _columns(entries: list[Any], names: dict[Any, str], block_size: int) -> Iter
     transfers: dict[Any, tuple[Any, str]] = {}
     decode: list[Any] = []
     chunks: list[Any] = []
-    for verb, *rest in entries:
+    preempted = _preempted(entries)
+    for i, (verb, *rest) in enumerate(entries):
         match verb:
             case "abort" | "fail" | "preempt":
                 held.pop(rest[0], None)
@@ -47,7 +48,7 @@ def _columns(entries: list[Any], names: dict[Any, str], block_size: int) -> Iter
                 if rows or parts:
                     blocks = sum(blocks_for_tokens(n, block_size) for n in held.values())
                     yield StepColumn(decode_rows=len(rows), chunks=parts, kv_blocks=blocks)
-                for seq, _ in rest[1]:
+                for seq in [*(seq for seq, _ in rest[1]), *preempted.get(i, ())]:
                     held.pop(seq, None)
             case "swap_begin":
                 transfers.update({transfer: (seq, direction) for transfer, seq, direction in rest[0]})
@@ -59,3 +60,26 @@ def _columns(entries: list[Any], names: dict[Any, str], block_size: int) -> Iter
                     held[seq] = swapped.pop(seq, 0)
             case _:
                 pass
+
+
+def _preempted(entries: list[Any]) -> dict[int, list[Any]]:
+    """Return the commits behind which sequences lost their blocks, by index.
+
+    The log leaves out what planning itself preempts; it shows where a sequence later starts behind what it had.
+    """
+    held: dict[Any, int] = {}
+    last_commit: dict[Any, int] = {}
+    found: dict[int, list[Any]] = {}
+    decode: list[Any] = []
+    chunks: list[Any] = []
+    for i, (verb, *rest) in enumerate(entries):
+        if verb == "step":
+            decode, chunks = decode if rest[2] is None else rest[2], rest[3]
+            for seq, start, _ in chunks:
+                if start < held.get(seq, 0):
+                    found.setdefault(last_commit[seq], []).append(seq)
+        elif verb == "commit":
+            ends = {**{seq: held.get(seq, 0) + 1 for seq in decode}, **{seq: a + n for seq, a, n in chunks}}
+            held.update(ends)
+            last_commit.update(dict.fromkeys(ends, i))
+    return found
