@@ -285,7 +285,7 @@ def bench_paired(
     workload: Annotated[
         str, typer.Option(help="stall, head-of-line, conversation, code, agent, churn or pressure.")
     ] = "stall",
-    arm_a: Annotated[str | None, typer.Option(help='Flags of the baseline, in quotes: "--flag value".')] = None,
+    arm_a: Annotated[str | None, typer.Option(help='Flags of the baseline, in quotes: "--max-batch-size 8".')] = None,
     arm_b: Annotated[str | None, typer.Option(help="Flags of the candidate.")] = None,
     url_a: Annotated[str | None, typer.Option(help="A running server instead of one that is started here.")] = None,
     url_b: Annotated[str | None, typer.Option(help="The same for the candidate.")] = None,
