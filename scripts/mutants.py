@@ -44,8 +44,8 @@ MUTANTS = (
     ),
     Mutant(
         "an abort during a copy frees its blocks at once",
-        "sched/scheduler.py",
-        "            self.kv.fence_sequence(seq, copy.fence_id)\n",
+        "sched/swapper.py",
+        "            self._kv.fence_sequence(seq, copy.fence_id)\n",
         "            pass\n",
     ),
     Mutant(
@@ -159,9 +159,9 @@ MUTANTS = (
     ),
     Mutant(
         "a swapped sequence's device blocks are free before the copy is made",
-        "sched/scheduler.py",
-        "        self.kv.fence_sequence(seq, transfer.fence_id)\n",
-        "        self.kv.free_sequences([seq])\n",
+        "sched/swapper.py",
+        "        self._kv.fence_sequence(seq, transfer.fence_id)\n",
+        "        self._kv.free_sequences([seq])\n",
     ),
     Mutant(
         "host blocks are not given back",
@@ -171,9 +171,9 @@ MUTANTS = (
     ),
     Mutant(
         "two that come back from host memory fill the pool to the last block",
-        "sched/scheduler.py",
-        "num_blocks = max(size, blocks_for_tokens(seq.committed_kv_tokens + 1, self.kv.block_size))",
-        "num_blocks = size",
+        "sched/swapper.py",
+        "return max(self._ledger.sizes[seq.seq_id], num_blocks)",
+        "return self._ledger.sizes[seq.seq_id]",
     ),
     Mutant(
         "decode rows are left out when a prefill wants to run",
@@ -198,6 +198,30 @@ MUTANTS = (
         "sched/whole.py",
         "needed <= self._num_free_blocks - self._headroom",
         "needed <= self._num_free_blocks",
+    ),
+    Mutant(
+        "short prompts take the blocks that a preempted one waits for",
+        "sched/chunked.py",
+        "if first is None or not first.was_preempted or first.seq_id in (candidate.seq_id, *self.lanes):",
+        "if candidate is not None:",
+    ),
+    Mutant(
+        "newcomers take the blocks that one in host memory waits for",
+        "sched/scheduler.py",
+        "return num_blocks + self._growth() + 1 if num_blocks else self._growth()",
+        "return self._growth()",
+    ),
+    Mutant(
+        "a preempted prompt starts again before there is room for all of it",
+        "sched/chunked.py",
+        "needed = blocks_for_tokens(candidate.num_prefill_tokens_left, self.block_size) if is_back else 1",
+        "needed = 1",
+    ),
+    Mutant(
+        "the room of one that came back is given to newcomers",
+        "sched/chunked.py",
+        "return lane.num_left if lane.was_preempted else min(lane.num_left, 2 * chunk_size)",
+        "return min(lane.num_left, 2 * chunk_size)",
     ),
     Mutant(
         "priority does not age",

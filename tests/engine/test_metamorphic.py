@@ -21,6 +21,7 @@ from moesaic.runner import ModelRunner
 from moesaic.sampling.row import SamplingRow
 from moesaic.sampling.rowwise import RowwiseSampler
 from moesaic.sampling.sampler import SampledTokens
+from moesaic.sched.scheduler import PreemptionKind
 from moesaic.testing.models import tiny_causal_lm, tiny_model
 from moesaic.tokenwise import TokenwiseRunner
 
@@ -181,25 +182,25 @@ def test_company_order_and_blocks_change_no_bit(family: str, requests: Sequence[
     check(family, drain(create_core(family, block_size=block_size, num_kv_blocks=160), requests), requests)
 
 
-@pytest.mark.parametrize("by", ["preempt", "swap_out"])
-def test_preemption_at_any_step_changes_no_bit(family: str, by: str) -> None:
+@pytest.mark.parametrize("by", ["recompute", "swap"])
+def test_preemption_at_any_step_changes_no_bit(family: str, by: PreemptionKind) -> None:
     """In run ``k`` every running request loses its KV before step ``k``, in prefill and in decode."""
-    num_preempted = [_preempt_all_before(family, step, by) for step in range(1, _num_steps(family))]
-    assert min(num_preempted) > 0
+    for step in range(1, _num_steps(family)):
+        stats = _preempt_all_before(family, step, by)
+        assert stats["num_preemptions"] > 0
+        assert (stats["num_recomputed_tokens"] > 0) == (by == "recompute")
+        assert (stats["swap_copied_bytes"] > 0) == (by == "swap")
 
 
-def _preempt_all_before(family: str, step: int, by: str) -> int:
-    preempted: list[str] = []
-
+def _preempt_all_before(family: str, step: int, by: PreemptionKind) -> dict[str, Any]:  # Any: stats of all types
     def preempt(core: EngineCore, index: int) -> None:
         if index == step:
-            names = [seq.request.request_id for seq in core.scheduler.running.all()]
-            preempted.extend(name for name in names if getattr(core.scheduler, by)(name))
+            for seq in core.scheduler.running.all():
+                assert core.scheduler.preempt(seq.request.request_id, by)
 
     core = _small_core(family, swap_space_bytes=1 << 20)
     check(family, drain(core, FEW, preempt), FEW)
-    assert (core.stats()["swap_copied_bytes"] > 0) == (by == "swap_out")
-    return len(preempted)
+    return core.stats()
 
 
 def _small_core(family: str, **settings: Any) -> EngineCore:  # Any: settings of several types

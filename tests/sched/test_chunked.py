@@ -1,7 +1,5 @@
 """The chunked policy: decode first, bounded waits, lanes, admissions."""
 
-import pytest
-
 from moesaic.sched.chunked import ChunkedPrefill
 from moesaic.sched.plan import DecodeRow
 from moesaic.sched.policy import LaneView, Proposal, StepView
@@ -57,7 +55,7 @@ def propose(
 
 
 def lane(seq_id: int, num_left: int = 1000, start: int = 0, spare: int = 0) -> LaneView:
-    return LaneView(SeqId(seq_id), start, num_left, spare, Rank(0, SeqId(seq_id)))
+    return LaneView(SeqId(seq_id), start, num_left, spare, Rank(0, SeqId(seq_id)), was_preempted=False)
 
 
 def tokens(proposal: Proposal) -> dict[int, int]:
@@ -158,39 +156,6 @@ def test_chunks_partition_the_prompt() -> None:
     seq = scheduler.add(create_request(num_prompt_tokens=29))
     run_until_idle(scheduler, runner)
     assert chunk_lengths(runner.plans, seq.seq_id) == [8, 8, 8, 5]
-
-
-@pytest.mark.parametrize("length", [1, 7, 8, 9, 15, 16, 17])
-def test_lengths_around_chunk_edges_sample_once_after_the_terminal_chunk(length: int) -> None:
-    scheduler, runner = create_scheduler(chunk_size=8), FakeRunner()
-    scheduler.add(create_request(num_prompt_tokens=length, max_tokens=1))
-    outputs = [run_step(scheduler, runner) for _ in range(-(-length // 8))]
-    assert [len(o) for o in outputs] == [0] * (len(outputs) - 1) + [1]
-    assert outputs[-1][0].finish_reason == "length"
-    assert scheduler.counts.num_progress_only_steps == len(outputs) - 1
-
-
-def test_decode_gap_is_one_step_under_an_endless_stream_of_prompts() -> None:
-    scheduler, runner = create_scheduler(num_blocks=1000, max_batch_size=6, max_tokens_per_step=12), FakeRunner()
-    decoding = [scheduler.add(create_request(f"d{i}", 2, max_tokens=60)) for i in range(2)]
-    while len(scheduler.running.decoding) < 2:
-        run_step(scheduler, runner)
-    for step in range(50):
-        scheduler.add(create_request(f"p{step}", 40, max_tokens=1))
-        rows = {o.request_id for o in run_step(scheduler, runner)}
-        assert {s.request.request_id for s in decoding} <= rows
-
-
-def test_prefill_wait_is_bounded_under_an_endless_stream_of_decoders() -> None:
-    scheduler = create_scheduler(
-        num_blocks=1000, block_size=1, max_batch_size=6, max_tokens_per_step=7, threshold=4, max_partial_prefills=4
-    )
-    runner = FakeRunner()
-    for step in range(200):
-        if len(scheduler.waiting) < 8:
-            scheduler.add(create_request(f"s{step}", 5 if step % 3 else 30, max_tokens=6))
-        run_step(scheduler, runner)
-        assert max(scheduler.running.rotation.wait_steps.values(), default=0) <= 4
 
 
 def test_short_prompts_finish_while_long_ones_fill_every_lane() -> None:

@@ -14,7 +14,7 @@ MODELS = {
     "chunked, tight": Model(requests=TIGHT, max_batch_size=3),
     "chunked, swap": Model(requests=TIGHT, max_batch_size=3, num_swap_blocks=4),
     "chunked, two lanes, swapped": Model(
-        max_batch_size=3, max_partial_prefills=2, num_swap_blocks=4, commands=("abort", "swap_out")
+        max_batch_size=3, max_partial_prefills=2, num_swap_blocks=4, commands=("abort", "swap out")
     ),
     "chunked, two in flight": Model(
         requests=TIGHT[:2], max_batch_size=3, max_steps_in_flight=2, commands=("abort", "preempt")

@@ -34,14 +34,6 @@ def test_a_victim_is_no_longer_in_need() -> None:
     assert choose_victims([holder(0, needs=True), holder(1, needs=True, blocks=1)], 0) == (1,)
 
 
-def test_two_half_loaded_prompts_that_each_need_one_more_block_both_finish() -> None:
-    scheduler = create_scheduler(num_blocks=6, block_size=4, chunk_size=4, max_batch_size=2, max_tokens_per_step=8)
-    scheduler.add(create_request("a", 16, max_tokens=2))
-    scheduler.add(create_request("b", 16, max_tokens=2))
-    tokens = run_until_idle(scheduler, FakeRunner(), max_steps=50)
-    assert {k: len(v) for k, v in tokens.items()} == {"a": 2, "b": 2}
-
-
 def test_a_preempted_sequence_repeats_no_token_and_keeps_its_place() -> None:
     runner = FakeRunner()
     roomy = create_scheduler(num_blocks=100)

@@ -16,7 +16,7 @@ from moesaic.request import Request, SamplingParams, StepOutput
 from moesaic.sched.factory import make_scheduler
 from moesaic.sched.recording import RecordingScheduler
 from moesaic.sched.replay import replay
-from moesaic.testing.scheduling import FakeRunner, create_request, run_step
+from moesaic.testing.scheduling import FakeRunner, create_request, run_step, run_until_idle
 
 ACTIONS = st.sampled_from(
     [
@@ -28,7 +28,7 @@ ACTIONS = st.sampled_from(
         "abort",
         "fail",
         "preempt",
-        "swap_out",
+        "swap out",
         "pause",
         "resume",
         "overlap",
@@ -93,6 +93,8 @@ class Driver:
                 self.step(action, name, choice)
             case "fail":
                 self.scheduler.fail(name, "a reason")
+            case "swap out":
+                self.scheduler.preempt(name, by="swap")
             case _:
                 getattr(self.scheduler, action)(name)
 
@@ -192,6 +194,21 @@ def test_a_log_tells_of_each_kind_of_end(tmp_path: Path) -> None:
     assert result.first_difference is None
     assert result.num_steps == sum(entry[0] == "step" for entry in entries(path)[1:])
     assert result.num_commands > 5
+
+
+def test_a_forced_swap_is_recorded_and_replayed_and_one_that_was_refused_is_not(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    scheduler, runner = create_recording(path, num_swap_blocks=3), FakeRunner()
+    for name in ("small", "large"):
+        scheduler.add(create_request(name, 4 if name == "small" else 14, max_tokens=4))
+    while len(scheduler.running.decoding) < 2:
+        run_step(scheduler, runner)
+    assert scheduler.preempt("small", by="swap")
+    assert not scheduler.preempt("large", by="swap")
+    run_until_idle(scheduler, runner)
+    scheduler.log.close()
+    assert [entry for entry in entries(path)[1:] if entry[0] == "swap_out"] == [["swap_out", 0]]
+    assert replay(path).first_difference is None
 
 
 def test_a_log_holds_no_token_ids_and_no_names_of_requests(tmp_path: Path) -> None:

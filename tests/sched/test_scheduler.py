@@ -224,14 +224,6 @@ def test_every_length_around_capacity_is_admitted_exactly_if_it_can_be_served(ch
         assert len(run_until_idle(scheduler, FakeRunner())["r"]) == max_tokens
 
 
-def test_a_request_too_large_for_the_pool_leaves_others_alone() -> None:
-    scheduler, runner = create_scheduler(num_blocks=16), FakeRunner()
-    with pytest.raises(RequestTooLargeError):
-        scheduler.add(create_request("big", 65, max_tokens=2))
-    scheduler.add(create_request("small", 4, max_tokens=2))
-    assert len(run_until_idle(scheduler, runner)["small"]) == 2
-
-
 def test_max_tokens_zero_computes_the_prompt_and_yields_no_token() -> None:
     scheduler = create_scheduler()
     scheduler.add(create_request("r", 20, max_tokens=0))

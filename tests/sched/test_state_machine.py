@@ -130,9 +130,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert not self.scheduler.abort(name)
 
     @precondition(lambda self: self.reference.live())
-    @rule(pick=PICK, verb=st.sampled_from(["preempt", "swap_out", "pause", "resume", "resume"]))
+    @rule(pick=PICK, verb=st.sampled_from(["preempt", "swap out", "pause", "resume", "resume"]))
     def set_aside(self, pick: int, verb: str) -> None:
-        getattr(self.scheduler, verb)(self.live(pick))
+        if verb == "swap out":
+            self.scheduler.preempt(self.live(pick), by="swap")
+        else:
+            getattr(self.scheduler, verb)(self.live(pick))
 
     # Steps
 
@@ -287,7 +290,7 @@ def random_command(machine: SchedulerMachine, rng: random.Random) -> None:
         commands += [
             lambda: machine.add_twice(pick),
             lambda: machine.end(pick, rng.random() < 0.5),
-            lambda: machine.set_aside(pick, rng.choice(["preempt", "swap_out", "pause", "resume", "resume"])),
+            lambda: machine.set_aside(pick, rng.choice(["preempt", "swap out", "pause", "resume", "resume"])),
         ]
     if len(machine.flights) < 2:
         commands.append(machine.begin)

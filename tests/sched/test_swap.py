@@ -3,6 +3,7 @@
 import pytest
 
 from moesaic.kv.pool import BlockId
+from moesaic.request import StepOutput
 from moesaic.sched.scheduler import Scheduler
 from moesaic.sched.swap import SwapLedger, SwapTransfer
 from moesaic.sequence import SequenceStatus
@@ -172,15 +173,47 @@ def test_an_old_copy_has_no_owner_once_a_newer_one_was_asked_for() -> None:
     assert (ledger.owner(old), ledger.owner(new)) == (None, seq)
 
 
-def test_swap_out_is_refused_where_the_kv_may_still_be_written_or_has_no_room() -> None:
-    scheduler, runner = create_scheduler(num_blocks=8, num_swap_blocks=1), FakeRunner()
-    scheduler.add(create_request("a", 3, max_tokens=9))
-    assert not scheduler.swap_out("a"), "it holds no KV yet"
-    run_step(scheduler, runner)
-    with scheduler.step() as tx:
-        assert not scheduler.swap_out("a"), "a step in flight writes its KV"
-        tx.commit(runner.run(tx.plan, tx.sequences))
-    run_step(scheduler, runner)
-    assert not scheduler.swap_out("a"), "two blocks do not fit one"
-    assert not scheduler.swap_out("nobody")
-    assert len(run_until_idle(scheduler, runner)["a"]) > 0
+@pytest.mark.parametrize("phase", [SequenceStatus.PREFILL, SequenceStatus.DECODE])
+def test_a_chosen_sequence_is_swapped_out_and_goes_on_at_its_offset(phase: SequenceStatus) -> None:
+    requests = [create_request(f"r{i}", 20, max_tokens=5) for i in range(3)]
+    scheduler, roomy = create_scheduler(num_swap_blocks=20), create_scheduler()
+    for request in requests:
+        scheduler.add(request)
+        roomy.add(request)
+    runner, got = FakeRunner(), dict[str, list[int]]()
+    seq = scheduler.sequences[1]
+    while seq.status is not phase:
+        note(got, run_step(scheduler, runner))
+    offset = seq.committed_kv_tokens
+    assert scheduler.preempt("r1", by="swap")
+    assert (seq.status, scheduler.kv.num_blocks(seq)) == (SequenceStatus.SWAPPED, 0)
+    while seq.status is SequenceStatus.SWAPPED:
+        note(got, run_step(scheduler, runner))
+    assert (seq.status, seq.committed_kv_tokens >= offset) == (phase, True)
+    while scheduler.has_unfinished:
+        note(got, run_step(scheduler, runner))
+    assert got == run_until_idle(roomy, FakeRunner())
+    assert (scheduler.counts.num_preemptions, scheduler.counts.num_recomputed_tokens) == (1, 0)
+
+
+def note(got: dict[str, list[int]], outputs: list[StepOutput]) -> None:
+    for output in outputs:
+        got.setdefault(output.request_id, []).extend(output.new_token_ids)
+
+
+def test_a_swap_that_cannot_be_is_refused_and_changes_nothing() -> None:
+    """The blocks of a row in flight may still be written; the host pool takes a sequence whole or not."""
+    scheduler, runner = create_scheduler(num_swap_blocks=2), FakeRunner()
+    scheduler.add(create_request("fits", 5, max_tokens=9))
+    scheduler.add(create_request("large", 9, max_tokens=9))
+    while len(scheduler.running.decoding) < 2:
+        run_step(scheduler, runner)
+    scheduler.add(create_request("waiting", 4))
+    for name in ("large", "waiting", "nobody"):
+        before = scheduler.fingerprint()
+        assert not scheduler.preempt(name, by="swap")
+        assert scheduler.fingerprint() == before
+    with scheduler.step():
+        assert not scheduler.preempt("fits", by="swap")
+    run_until_idle(scheduler, runner)
+    assert scheduler.counts.num_preemptions == 0

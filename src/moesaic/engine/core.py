@@ -138,10 +138,10 @@ class EngineCore:
         self._deadlines.check(timeout_s)
         wanted = params.structured_output
         matcher = None if wanted is None else self._grammars.compile(wanted)
-        sequence = self.scheduler.add(
+        self.scheduler.add(
             Request(request_id=request_id, prompt_token_ids=prompt, sampling_params=params, priority=priority)
         )
-        self._deadlines.add(sequence, timeout_s)
+        self._deadlines.add(request_id, timeout_s)
         if matcher is not None:
             self._grammars.begin(request_id, matcher)
 
@@ -183,8 +183,10 @@ class EngineCore:
         return self.scheduler.fail(request_id, error)
 
     def _forget(self, request_id: str) -> None:
+        """Keep nothing of a request that is over; the scheduler forgets it by itself."""
         self._prompt_logprobs.forget(request_id)
         self._grammars.forget(request_id)
+        self._deadlines.forget(request_id)
 
     def shut(self, cause: BaseException) -> None:
         """Refuse requests and steps from now on; the first cause stays."""
@@ -223,10 +225,8 @@ class EngineCore:
         """
         self.check_alive()
         self._failed_step = None
-        for sequence, timeout_s in self._deadlines.expired():
-            name = sequence.request.request_id
-            if self.scheduler.get(name) is sequence:
-                self.fail_request(name, f"unfinished after {timeout_s} s (timeout_s); allow more time")
+        for request_id, timeout_s in self._deadlines.expired():
+            self.fail_request(request_id, f"unfinished after {timeout_s} s (timeout_s); allow more time")
         self._swap()
         with self.scheduler.step() as tx:
             try:
@@ -234,6 +234,9 @@ class EngineCore:
             except BaseException:
                 self._failed_step = tx
                 raise
+        for output in outputs:
+            if output.finish_reason is not None:
+                self._forget(output.request_id)
         return self.scheduler.take_events() + outputs
 
     def _swap(self) -> None:

@@ -1,20 +1,30 @@
 """Which requests have run out of time."""
 
-import heapq
 import math
-from collections.abc import Callable, Iterator
-from typing import Any
+from bisect import bisect_left, insort
+from collections.abc import Callable
+from itertools import takewhile
+from typing import Any, NamedTuple
 
 from moesaic.errors import RequestError
-from moesaic.sequence import SeqId, Sequence
+
+
+class _Deadline(NamedTuple):
+    at_s: float
+    request_id: str
+    timeout_s: float
 
 
 class Deadlines:
-    """Deadlines of sequences by a monotonic ``clock`` in seconds; whether they are over already is not its business."""
+    """Deadlines of unfinished requests by a monotonic ``clock`` in seconds.
+
+    Whoever ends a request must ``forget`` it: its id may come again, and nothing is kept of one that is over.
+    """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._heap: list[tuple[float, SeqId, Sequence, float]] = []
+        self._order: list[_Deadline] = []
+        self._by_request: dict[str, _Deadline] = {}
 
     @staticmethod
     def check(timeout_s: Any) -> None:  # Any: a client's input
@@ -30,16 +40,22 @@ class Deadlines:
                 f"timeout_s is {timeout_s!r}; it must be a positive number of seconds", param="timeout_s"
             )
 
-    def add(self, sequence: Sequence, timeout_s: float | None) -> None:
-        """Remember a deadline; none is none."""
+    def add(self, request_id: str, timeout_s: float | None) -> None:
+        """Remember a deadline in place of an earlier one; none is none."""
+        self.forget(request_id)
         if timeout_s is not None:
-            heapq.heappush(self._heap, (self._clock() + timeout_s, sequence.seq_id, sequence, timeout_s))
+            deadline = self._by_request[request_id] = _Deadline(self._clock() + timeout_s, request_id, timeout_s)
+            insort(self._order, deadline)
 
-    def expired(self) -> Iterator[tuple[Sequence, float]]:
-        """Return the sequences whose time is over, with their ``timeout_s``, each once."""
-        if not self._heap:
-            return
-        now = self._clock()
-        while self._heap and self._heap[0][0] <= now:
-            _, _, sequence, timeout_s = heapq.heappop(self._heap)
-            yield sequence, timeout_s
+    def forget(self, request_id: str) -> None:
+        """The request is over; one without a deadline is a no-op."""
+        deadline = self._by_request.pop(request_id, None)
+        if deadline is not None:
+            del self._order[bisect_left(self._order, deadline)]
+
+    def expired(self) -> list[tuple[str, float]]:
+        """Return the requests whose time is over, with their ``timeout_s``."""
+        if not self._order:
+            return []
+        now_s = self._clock()
+        return [(d.request_id, d.timeout_s) for d in takewhile(lambda d: d.at_s <= now_s, self._order)]

@@ -35,7 +35,8 @@ class ChunkedPrefill:
     """
 
     name = "chunked"
-    splits_prompts = True
+    may_run_alone = False
+    bounds_waits = True
 
     def __init__(self, *, chunk_size: int, starvation_threshold_steps: int, max_partial_prefills: int) -> None:
         self.short_prompt_tokens = chunk_size
@@ -99,8 +100,9 @@ class _Step:
     num_free_rows: int
     num_free_blocks: int
     num_promised_blocks: int
-    """Blocks of the lanes' chunks in this step and the next, and the headroom: not for newcomers."""
+    """Blocks that lanes will take (see ``_num_promised``), and the headroom: not for newcomers."""
     num_free_lanes: int
+    first_waiting: PrefillCandidate | None
     lanes: dict[SeqId, LaneView]
     """Lanes that can run, then the newcomers of this step."""
     held: dict[SeqId, int]
@@ -111,7 +113,7 @@ class _Step:
     def of(cls, view: StepView, grants: BlockGrants, chunk_size: int, max_lanes: int) -> "_Step":
         held = grants.lanes
         outstanding = sum(
-            extra_blocks(min(lane.num_left, 2 * chunk_size), held.get(lane.seq_id, lane.num_spare), view.block_size)
+            extra_blocks(_num_promised(lane, chunk_size), held.get(lane.seq_id, lane.num_spare), view.block_size)
             for lane in view.lanes
         )
         return cls(
@@ -122,14 +124,22 @@ class _Step:
             num_free_blocks=grants.num_free_blocks,
             num_promised_blocks=outstanding + view.num_headroom_blocks,
             num_free_lanes=max_lanes - (len(view.rotation.order) - 1),
+            first_waiting=next(iter(view.waiting), None),
             lanes={lane.seq_id: lane for lane in view.lanes if lane.seq_id in grants.lanes},
             held=dict(grants.lanes),
         )
 
-    @property
-    def num_spare_blocks(self) -> int:
-        """Blocks that newcomers may take."""
-        return self.num_free_blocks - self.num_promised_blocks
+    def num_spare_blocks(self, candidate: PrefillCandidate) -> int:
+        """Return the blocks that a newcomer may take.
+
+        Those that the first of the waiting needs to come back are not for others: short prompts that keep coming
+        would else take each block that becomes free, and it would wait for ever.
+        """
+        num_spare = self.num_free_blocks - self.num_promised_blocks
+        first = self.first_waiting
+        if first is None or not first.was_preempted or first.seq_id in (candidate.seq_id, *self.lanes):
+            return num_spare
+        return num_spare - blocks_for_tokens(first.num_prefill_tokens_left, self.block_size)
 
     def take(self, seq_id: SeqId, tokens: int) -> int:
         """Give a lane up to ``tokens`` more, as its prompt, chunk and blocks allow; return the tokens given."""
@@ -183,22 +193,22 @@ class _Step:
         """A preempted prompt starts again only with blocks for all of it: it must not be thrown out at once."""
         is_back = candidate.was_preempted
         needed = blocks_for_tokens(candidate.num_prefill_tokens_left, self.block_size) if is_back else 1
-        return min(self.budget, self.num_free_rows) > 0 and needed <= self.num_spare_blocks
+        return min(self.budget, self.num_free_rows) > 0 and needed <= self.num_spare_blocks(candidate)
 
     def _runs_whole(self, candidate: PrefillCandidate, tokens: int) -> bool:
         length = candidate.num_prefill_tokens_left
         num_blocks = blocks_for_tokens(length, self.block_size)
-        return length <= min(tokens, self.chunk_size, self.budget) and num_blocks <= self.num_spare_blocks
+        return length <= min(tokens, self.chunk_size, self.budget) and num_blocks <= self.num_spare_blocks(candidate)
 
     def _start(self, candidate: PrefillCandidate, tokens: int) -> int:
         """Make the candidate a lane and give it its first tokens, from spare blocks only."""
         seq_id, length = candidate.seq_id, candidate.num_prefill_tokens_left
-        room = self.num_spare_blocks * self.block_size
-        self.lanes[seq_id] = LaneView(seq_id, 0, length, 0, Rank(0, seq_id))
+        room = self.num_spare_blocks(candidate) * self.block_size
+        lane = self.lanes[seq_id] = LaneView(seq_id, 0, length, 0, Rank(0, seq_id), candidate.was_preempted)
         self.held[seq_id] = 0
         self.num_free_rows -= 1
         self.num_free_lanes -= 1
-        self.num_promised_blocks += blocks_for_tokens(min(length, 2 * self.chunk_size), self.block_size)
+        self.num_promised_blocks += blocks_for_tokens(_num_promised(lane, self.chunk_size), self.block_size)
         return self.take(seq_id, min(tokens, self.budget, room))
 
     def chunks(self) -> tuple[PrefillChunk, ...]:
@@ -208,3 +218,12 @@ class _Step:
             for s, lane in self.lanes.items()
             if (n := self.taken.get(s, 0))
         )
+
+
+def _num_promised(lane: LaneView, chunk_size: int) -> int:
+    """Return the tokens for which a lane is promised blocks: those of its chunks in this step and the next.
+
+    One that came back after preemption is promised all of its prompt. It started because there was room for all of
+    it, and the bound on preemptions (``docs/memory.md``) rests on nobody else being let into that room.
+    """
+    return lane.num_left if lane.was_preempted else min(lane.num_left, 2 * chunk_size)

@@ -16,14 +16,14 @@ def checks_enabled() -> bool:
 
 
 def check_plan(
-    view: StepView, plan: StepPlan, sequences: dict[SeqId, Sequence], *, max_rows: int, is_chunked: bool
+    view: StepView, plan: StepPlan, sequences: dict[SeqId, Sequence], *, max_rows: int, may_run_alone: bool
 ) -> None:
     """Return if ``plan`` obeys the rules for the state that ``view`` shows.
 
     Raises: ``InvariantError`` naming the rule.
     """
-    _check_budget(view, plan, max_rows, is_chunked)
-    _check_decode_first(view, plan, is_chunked)
+    _check_budget(view, plan, max_rows, may_run_alone)
+    _check_decode_first(view, plan, may_run_alone)
     for chunk in plan.chunks:
         _check_chunk(chunk, sequences[chunk.seq_id])
 
@@ -51,8 +51,8 @@ def check_waits(view: StepView, threshold_steps: int) -> None:
             raise InvariantError(f"prefill {member} waited {wait} steps, more than {threshold_steps}")
 
 
-def _check_budget(view: StepView, plan: StepPlan, max_rows: int, is_chunked: bool) -> None:
-    is_alone = not is_chunked and plan.num_rows == 1
+def _check_budget(view: StepView, plan: StepPlan, max_rows: int, may_run_alone: bool) -> None:
+    is_alone = may_run_alone and plan.num_rows == 1
     if plan.num_tokens > view.max_tokens and not is_alone:
         raise InvariantError(f"step has {plan.num_tokens} tokens, more than {view.max_tokens}")
     if plan.num_rows > max_rows:
@@ -61,10 +61,10 @@ def _check_budget(view: StepView, plan: StepPlan, max_rows: int, is_chunked: boo
         raise InvariantError("a sequence has two rows in one step")
 
 
-def _check_decode_first(view: StepView, plan: StepPlan, is_chunked: bool) -> None:
+def _check_decode_first(view: StepView, plan: StepPlan, may_run_alone: bool) -> None:
     """A decode row may be missing only for want of a block, or in an own step of a whole prompt."""
     missing = set(view.decode_rows) - set(plan.decode_rows)
-    is_own_step = not is_chunked and not plan.decode_rows and plan.chunks and view.num_decode_gap_steps == 0
+    is_own_step = may_run_alone and not plan.decode_rows and plan.chunks and view.num_decode_gap_steps == 0
     if not missing or is_own_step:
         return
     num_needy = len(view.decode_needs_block) + sum(lane.num_spare == 0 for lane in view.lanes)

@@ -30,13 +30,14 @@ class Waiting(Protocol):
 
 
 class LaneView(NamedTuple):
-    """A prompt that is part-way: committed tokens, tokens left, and tokens its blocks still hold."""
+    """A prompt that is part-way: committed tokens, tokens left, tokens its blocks still hold, and if it came back."""
 
     seq_id: SeqId
     start: int
     num_left: int
     num_spare: int
     rank: Rank
+    was_preempted: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,11 +76,13 @@ class PrefillPolicy(Protocol):
     """Proposes rows from a view; keeps no state."""
 
     name: str
-    splits_prompts: bool
-    """Whether a prompt may run in parts; one that may not can have a step of its own, without the decode rows."""
     starvation_threshold_steps: int
     short_prompt_tokens: int
     """Prompts up to this length can also be walked apart, in ``Waiting.short``."""
+    may_run_alone: bool
+    """A prompt may have a step of its own: longer than ``max_tokens``, or without the decode rows."""
+    bounds_waits: bool
+    """Nobody who could run is passed over for more than ``starvation_threshold_steps`` steps."""
 
     def propose(self, view: StepView) -> Proposal:
         """Return the rows for one step."""

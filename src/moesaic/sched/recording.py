@@ -6,10 +6,12 @@ from typing import Any
 
 from moesaic.request import Request, StepOutput, TokenLogprobs
 from moesaic.sched.decisions import DecisionLog
-from moesaic.sched.scheduler import Scheduler
+from moesaic.sched.scheduler import PreemptionKind, Scheduler
 from moesaic.sched.swap import SwapTransfer
 from moesaic.sched.transaction import StepTransaction
 from moesaic.sequence import SeqId, Sequence
+
+_PREEMPTION_VERBS: dict[PreemptionKind, str] = {"recompute": "preempt", "swap": "swap_out"}
 
 
 class RecordingScheduler(Scheduler):
@@ -31,11 +33,9 @@ class RecordingScheduler(Scheduler):
         fail = super().fail
         return self._command("fail", request_id, lambda name: fail(name, error))
 
-    def preempt(self, request_id: str) -> bool:
-        return self._command("preempt", request_id, super().preempt)
-
-    def swap_out(self, request_id: str) -> bool:
-        return self._command("swap_out", request_id, super().swap_out)
+    def preempt(self, request_id: str, by: PreemptionKind = "recompute") -> bool:
+        preempt = super().preempt
+        return self._command(_PREEMPTION_VERBS[by], request_id, lambda name: preempt(name, by))
 
     def pause(self, request_id: str) -> bool:
         return self._command("pause", request_id, super().pause)

@@ -105,8 +105,10 @@ class _Player:
             case ["add", seq_id, num_prompt_tokens, max_tokens, priority]:
                 seq = scheduler.add(_request(seq_id, num_prompt_tokens, max_tokens, priority))
                 return f"sequence {seq_id}", f"sequence {seq.seq_id}"
-            case ["abort" | "preempt" | "swap_out" | "pause" | "resume" as verb, seq_id]:
+            case ["abort" | "preempt" | "pause" | "resume" as verb, seq_id]:
                 return f"{verb} {seq_id}: True", f"{verb} {seq_id}: {getattr(scheduler, verb)(str(seq_id))}"
+            case ["swap_out", seq_id]:
+                return f"swap_out {seq_id}: True", f"swap_out {seq_id}: {scheduler.preempt(str(seq_id), by='swap')}"
             case ["fail", seq_id]:
                 return f"fail {seq_id}: True", f"fail {seq_id}: {scheduler.fail(str(seq_id), 'failed in the log')}"
             case ["step", step_id, max_tokens, decode, chunks]:

@@ -3,13 +3,13 @@
 from collections import deque
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from moesaic.errors import DuplicateRequestError, InvariantError, QueueFullError
 from moesaic.kv.geometry import blocks_for_tokens, check_servable, resolve_max_tokens
 from moesaic.kv.table import PagedKVCache
 from moesaic.request import Request, StepOutput, TokenLogprobs
+from moesaic.sched.counts import SchedulerCounts
 from moesaic.sched.invariants import check_plan, check_progress, check_waits, checks_enabled
 from moesaic.sched.ordering import Ordering
 from moesaic.sched.plan import DecodeRow
@@ -18,6 +18,7 @@ from moesaic.sched.preempt import Holder, VictimOrder, cheapest_last, choose_vic
 from moesaic.sched.queues import WaitingQueue
 from moesaic.sched.running import RunningMark, RunningSet
 from moesaic.sched.swap import SwapLedger, SwapTransfer
+from moesaic.sched.swapper import Swapper
 from moesaic.sched.transaction import StepTransaction
 from moesaic.sequence import Rank, SeqId, Sequence, SequenceMark, SequenceStatus
 
@@ -25,21 +26,7 @@ REMEMBERED_STEPS = 1024
 """How many steps that were rolled back are remembered, so that a late commit of one is known for what it is."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerCounts:
-    """What the scheduler has done so far; all monotonic."""
-
-    num_steps: int = 0
-    num_progress_only_steps: int = 0
-    num_rolled_back_steps: int = 0
-    num_prefill_chunks: int = 0
-    num_forced_prefills: int = 0
-    num_preemptions: int = 0
-    num_recomputed_tokens: int = 0
-    """Committed tokens that preemption threw away."""
-    num_prompt_tokens: int = 0
-    """Prompt tokens computed, recomputed ones included."""
-    num_generation_tokens: int = 0
+PreemptionKind = Literal["recompute", "swap"]
 
 
 class _UndoPoint(NamedTuple):
@@ -82,6 +69,7 @@ class Scheduler:
         self.waiting = WaitingQueue(policy.short_prompt_tokens)
         self.paused: dict[SeqId, Sequence] = {}
         self.swap = SwapLedger(num_swap_blocks)
+        self._swapper = Swapper(self.swap, kv, self.running)
         self.in_flight: dict[SeqId, int] = {}
         self._ordering = Ordering() if ordering is None else ordering
         self._max_waiting = max_waiting_requests
@@ -147,32 +135,30 @@ class Scheduler:
         self._events.append(event)
         return True
 
-    def preempt(self, request_id: str) -> bool:
-        """Take a running request's KV away, to be computed again later; False if it holds none here.
+    def preempt(self, request_id: str, by: PreemptionKind = "recompute") -> bool:
+        """Take a running request's KV away: it is computed again later or, by swap, copied to host memory and back.
 
-        A token that a step in flight would sample for it is dropped, and sampled again later.
+        By recompute, a token that a step in flight would sample for it is dropped, and sampled again later.
+        Returns False, and nothing changes, if it holds no KV here; by swap also if a step in flight has it (that step
+        still writes its blocks) or the host pool has too little room.
         """
         seq = self._sequences.get(request_id)
         if seq is None or self.running.get(seq.seq_id) is None:
             return False
+        return self._swap_out(seq) if by == "swap" else self._restart(seq)
+
+    def _swap_out(self, seq: Sequence) -> bool:
+        if seq.seq_id in self.in_flight or not self._swapper.has_room_for(seq):
+            return False
+        self.counts = self.counts.after_preemption(num_victims=1, num_lost_tokens=0)
+        self._swapper.begin_out(seq)
+        return True
+
+    def _restart(self, seq: Sequence) -> bool:
         self._count_lost(seq)
         self._evict(seq)
         seq.restart()
         self.waiting.push(seq)
-        return True
-
-    def swap_out(self, request_id: str) -> bool:
-        """Move a running request's KV to host memory, whence it comes back as if it had been a victim.
-
-        False if it holds no KV here, a step in flight may write it, or the host pool has no room for it.
-        """
-        seq = self._sequences.get(request_id)
-        if seq is None or self.running.get(seq.seq_id) is None or seq.seq_id in self.in_flight:
-            return False
-        if self.kv.num_blocks(seq.seq_id) > self.swap.num_free_blocks:
-            return False
-        self.counts = replace(self.counts, num_preemptions=self.counts.num_preemptions + 1)
-        self._begin_swap_out(seq)
         return True
 
     def pause(self, request_id: str) -> bool:
@@ -202,22 +188,13 @@ class Scheduler:
         self.paused.pop(seq.seq_id, None)
         self.running.discard(seq)
         step_id = self.in_flight.pop(seq.seq_id, None)
-        copy = self.swap.current.get(seq.seq_id)
-        unbegun = self.swap.remove(seq.seq_id)
-        if unbegun is not None:
-            self.kv.pool.lift(unbegun.fence_id)
-        elif copy is not None:
-            self.kv.fence_sequence(seq, copy.fence_id)
+        self._swapper.drop(seq)
         if step_id is not None:
             self.kv.fence_sequence(seq, step_id)
         self.kv.free_sequences([seq])
 
     def _count_lost(self, seq: Sequence) -> None:
-        self.counts = replace(
-            self.counts,
-            num_preemptions=self.counts.num_preemptions + 1,
-            num_recomputed_tokens=self.counts.num_recomputed_tokens + seq.committed_kv_tokens,
-        )
+        self.counts = self.counts.after_preemption(num_victims=1, num_lost_tokens=seq.committed_kv_tokens)
 
     def get(self, request_id: str) -> Sequence | None:
         """Return the sequence of an unfinished request, or None."""
@@ -258,11 +235,11 @@ class Scheduler:
         return tx
 
     def _check_step(self, view: StepView, tx: StepTransaction) -> None:
-        is_chunked = self.policy.splits_prompts
-        check_plan(view, tx.plan, tx.sequences, max_rows=self.max_batch_size, is_chunked=is_chunked)
+        may_run_alone = self.policy.may_run_alone
+        check_plan(view, tx.plan, tx.sequences, max_rows=self.max_batch_size, may_run_alone=may_run_alone)
         is_copying = self.kv.pool.num_fenced > 0 or "in" in self.swap.states.values()
         check_progress(view, tx.plan, is_idle=not self.in_flight and not is_copying)
-        if is_chunked:
+        if self.policy.bounds_waits:
             check_waits(view, self.policy.starvation_threshold_steps)
 
     def _find(self, seq_id: SeqId) -> Sequence:
@@ -295,17 +272,32 @@ class Scheduler:
         return len(self.running) + newcomers + len(self.swap.states)
 
     def _headroom(self) -> int:
-        """Return the blocks that newcomers must leave: for the running to grow, and for the first to come back."""
-        resting = self.swap.resting()
-        return self._growth() + (self.swap.sizes[resting[0].seq_id] if resting else 0)
+        """Return the blocks that newcomers must leave: for the running to grow, and for the first to come back.
+
+        Exactly what ``begin_swap_ins`` asks for: newcomers that keep coming cannot keep it from coming back.
+        """
+        num_blocks = self._swapper.num_blocks_to_return()
+        return num_blocks + self._growth() + 1 if num_blocks else self._growth()
 
     def _growth(self) -> int:
         """Return the blocks kept for the running to grow: one each, but little more than 1 % of the pool."""
         return min(len(self.running), 1 + self.kv.pool.num_blocks // 100)
 
+    def _num_claimed_blocks(self) -> int:
+        """Return the blocks that the running will take next: one if full, and all of its prompt if it came back.
+
+        The bound on preemptions in ``docs/memory.md`` rests on it.
+        """
+        return sum(self._num_claimed_by(s) for s in self.running.all())
+
+    def _num_claimed_by(self, seq: Sequence) -> int:
+        end = seq.prefill_target if seq.was_preempted and seq.num_prefill_tokens_left else seq.committed_kv_tokens + 1
+        return max(0, blocks_for_tokens(end, self.kv.block_size) - self.kv.num_blocks(seq.seq_id))
+
     def _lane_view(self, seq: Sequence) -> LaneView:
         spare = self.kv.num_reserved_tokens(seq.seq_id) - seq.committed_kv_tokens
-        return LaneView(seq.seq_id, seq.committed_kv_tokens, seq.num_prefill_tokens_left, spare, seq.rank)
+        num_left = seq.num_prefill_tokens_left
+        return LaneView(seq.seq_id, seq.committed_kv_tokens, num_left, spare, seq.rank, seq.was_preempted)
 
     def _is_full(self, seq_id: SeqId, num_committed: int) -> bool:
         return self.kv.num_reserved_tokens(seq_id) == num_committed
@@ -337,8 +329,8 @@ class Scheduler:
                 self.waiting.push(seq)
         self._land(tx)
         self._rolled_back_steps.append(tx.step_id)
-        num_rolled_back = self.counts.num_rolled_back_steps + bool(tx.sequences)
-        self.counts = replace(self.counts, num_rolled_back_steps=num_rolled_back)
+        if tx.sequences:
+            self.counts = self.counts.after_rollback()
         if self._has_checks:
             self.check()
 
@@ -438,19 +430,7 @@ class Scheduler:
             for s in running
         ]
         by_id = {s.seq_id: s for s in running}
-        return self._split_victims([by_id[i] for i in choose_victims(holders, num_free, self._victim_order)])
-
-    def _split_victims(self, victims: list[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
-        """Return who fits the host pool, in the order chosen, and who must be computed again."""
-        room, swapped, lost = self.swap.num_free_blocks, [], []
-        for seq in victims:
-            num_blocks = self.kv.num_blocks(seq.seq_id)
-            if num_blocks <= room:
-                room -= num_blocks
-                swapped.append(seq)
-            else:
-                lost.append(seq)
-        return swapped, lost
+        return self._swapper.split([by_id[i] for i in choose_victims(holders, num_free, self._victim_order)])
 
     def _undo(self, tx: StepTransaction, undo: _UndoPoint, restarted: list[tuple[Sequence, SequenceMark]]) -> None:
         for seq, mark in restarted:
@@ -474,34 +454,26 @@ class Scheduler:
         for seq in lost:
             self.waiting.push(seq)
         for seq in swapped:
-            self._begin_swap_out(seq)
+            self._swapper.begin_out(seq)
+
+    def _count(self, tx: StepTransaction, outputs: list[StepOutput], num_victims: int, num_lost_tokens: int) -> None:
+        self.counts = self.counts.after_step(
+            tx.plan,
+            num_forced_prefills=tx.proposal.num_forced_prefills,
+            num_new_tokens=sum(len(o.new_token_ids) for o in outputs),
+        ).after_preemption(num_victims=num_victims, num_lost_tokens=num_lost_tokens)
 
     # Swap
-
-    def _begin_swap_out(self, seq: Sequence) -> None:
-        """Ask for the copy to host memory; the blocks stay fenced until ``end_swap_out``."""
-        self.running.discard(seq)
-        seq.move_to(SequenceStatus.SWAPPED)
-        seq.num_preemptions += 1
-        transfer = self.swap.begin_out(seq, self.kv.block_ids(seq))
-        self.kv.fence_sequence(seq, transfer.fence_id)
 
     def begin_swap_ins(self) -> None:
         """Lease blocks for swapped sequences that can come back, by rank, and ask for the copies.
 
-        One comes back only if the running keep their headroom, so that it is not thrown out at once, and with the
-        block of its next token: two that came back together could else fill the pool, and neither could move.
+        One comes back only if the running keep what they need next, so that it is not thrown out at once.
         """
-        for seq in self.swap.resting():
-            size = self.swap.sizes[seq.seq_id]
-            num_blocks = max(size, blocks_for_tokens(seq.committed_kv_tokens + 1, self.kv.block_size))
-            headroom = self._growth() + 1
-            is_alone = not self.running and not self.in_flight
-            if num_blocks + (0 if is_alone else headroom) > self.kv.pool.num_free:
-                return
-            self.kv.ensure_sequence_capacity(seq, num_blocks * self.kv.block_size)
-            self.kv.commit_sequence_reservation(seq)
-            self.swap.begin_in(seq.seq_id, self.kv.block_ids(seq)[:size])
+        if not self.swap.sequences:
+            return
+        is_alone = not self.running and not self.in_flight
+        self._swapper.begin_ins(0 if is_alone else max(self._growth() + 1, self._num_claimed_blocks()))
 
     def take_swap_transfers(self) -> list[SwapTransfer]:
         """Return the copies to make before the next step, in order, each once; each must be ended or failed."""
@@ -509,40 +481,18 @@ class Scheduler:
 
     def end_swap(self, transfer: SwapTransfer) -> None:
         """A copy is made: ``out`` frees the device blocks, ``in`` lets the sequence run on at its old offset."""
-        seq = self.swap.owner(transfer)
-        self.kv.pool.lift(transfer.fence_id)
-        if seq is None:
-            return
-        if transfer.direction == "out":
-            self.swap.end_out(transfer.seq_id)
-        else:
-            self.swap.remove(transfer.seq_id)
-            self.running.enter(seq)
+        self._swapper.end(transfer)
 
     def fail_swap(self, transfer: SwapTransfer) -> None:
         """A copy failed: the sequence is computed again from its tokens."""
         seq = self.swap.owner(transfer)
         if seq is not None:
-            num_lost = self.counts.num_recomputed_tokens + seq.committed_kv_tokens
-            self.counts = replace(self.counts, num_recomputed_tokens=num_lost)
+            num_lost_tokens = seq.committed_kv_tokens
+            self.counts = self.counts.after_preemption(num_victims=0, num_lost_tokens=num_lost_tokens)
             self._evict(seq)
             seq.restart()
             self.waiting.push(seq)
         self.kv.pool.lift(transfer.fence_id)
-
-    def _count(self, tx: StepTransaction, outputs: list[StepOutput], num_victims: int, num_lost_tokens: int) -> None:
-        counts, plan = self.counts, tx.plan
-        self.counts = replace(
-            counts,
-            num_steps=counts.num_steps + 1,
-            num_progress_only_steps=counts.num_progress_only_steps + plan.is_progress_only,
-            num_prefill_chunks=counts.num_prefill_chunks + len(plan.chunks),
-            num_forced_prefills=counts.num_forced_prefills + tx.proposal.num_forced_prefills,
-            num_preemptions=counts.num_preemptions + num_victims,
-            num_recomputed_tokens=counts.num_recomputed_tokens + num_lost_tokens,
-            num_prompt_tokens=counts.num_prompt_tokens + sum(c.num_tokens for c in plan.chunks),
-            num_generation_tokens=counts.num_generation_tokens + sum(len(o.new_token_ids) for o in outputs),
-        )
 
     # Proof
 

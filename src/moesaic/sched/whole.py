@@ -18,8 +18,9 @@ class WholePrefill:
     """
 
     name = "whole"
-    splits_prompts = False
     short_prompt_tokens = 0
+    may_run_alone = True
+    bounds_waits = False
 
     def __init__(self, *, starvation_threshold_steps: int) -> None:
         self.starvation_threshold_steps = starvation_threshold_steps

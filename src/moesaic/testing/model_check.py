@@ -21,7 +21,7 @@ from moesaic.sched.transaction import StepTransaction
 from moesaic.sequence import SeqId, Sequence
 from moesaic.testing.scheduling import FakeRunner, create_request, create_scheduler
 
-Command = Literal["abort", "preempt", "swap_out", "pause"]
+Command = Literal["abort", "preempt", "swap out", "pause"]
 Action = tuple[str, int]
 """A verb and the index of the request, step in flight or copy that it is about."""
 
@@ -185,12 +185,11 @@ class World:
             yield "settle", 0
 
     def _is_possible(self, verb: Command, index: int) -> bool:
-        scheduler, seq_id = self.scheduler, SeqId(index)
+        is_running = self.scheduler.running.get(SeqId(index)) is not None
         if verb == "preempt":
-            return scheduler.running.get(seq_id) is not None
-        if verb == "swap_out":
-            has_room = scheduler.kv.num_blocks(seq_id) <= scheduler.swap.num_free_blocks
-            return has_room and scheduler.running.get(seq_id) is not None and seq_id not in scheduler.in_flight
+            return is_running
+        if verb == "swap out":  # may be refused for want of room, which changes nothing
+            return is_running and SeqId(index) not in self.scheduler.in_flight
         return verb == "abort" or SeqId(index) not in self.scheduler.paused
 
     def do(self, action: Action) -> None:
@@ -214,11 +213,18 @@ class World:
                 self._end_copy(self.copies.pop(index))
             case "fail copy":
                 self.scheduler.fail_swap(self.copies.pop(index))
+            case "swap out":
+                self._swap_out(index)
             case "settle":
                 self._settle()
             case _:
                 assert getattr(self.scheduler, verb)(f"r{index}")
         self._take(self.scheduler.take_events())
+
+    def _swap_out(self, index: int) -> None:
+        before = self.scheduler.fingerprint()
+        if not self.scheduler.preempt(f"r{index}", by="swap"):
+            assert self.scheduler.fingerprint() == before, "a swap that is refused leaves a trace"
 
     def _begin(self) -> None:
         """Plan a step that fails at once, which must leave no trace, then the same step in earnest.
