@@ -109,6 +109,24 @@ MUTANTS = (
         "if h.rank > rank and h.num_blocks",
     ),
     Mutant(
+        "the need of one block takes two victims",
+        "sched/preempt.py",
+        "while num_free_blocks < 1 and younger:",
+        "for _ in range(2 * (num_free_blocks < 1 and len(younger) > 1)):",
+    ),
+    Mutant(
+        "those who have a block for their next token preempt too",
+        "sched/preempt.py",
+        "if holder is None or not holder.needs_block:",
+        "if holder is None:",
+    ),
+    Mutant(
+        "a swap by command takes the blocks of a step in flight",
+        "sched/scheduler.py",
+        "if seq.seq_id in self.in_flight or not self._swapper.has_room_for(seq):",
+        "if not self._swapper.has_room_for(seq):",
+    ),
+    Mutant(
         "every chunk says that it ends its prompt",
         "sched/chunked.py",
         "is_terminal=n == lane.num_left",

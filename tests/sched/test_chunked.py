@@ -28,14 +28,16 @@ def propose(
     decode_needs_block: int = 0,
     lanes: tuple[LaneView, ...] = (),
     waiting: tuple[int, ...] = (),
+    preempted: tuple[int, ...] = (),
     waits: dict[int, int] | None = None,
     deficits: dict[int, int] | None = None,
 ) -> Proposal:
-    """Propose a step; decode rows have ids from 100, waiting prompts of the given lengths from 200."""
+    """Propose a step; decode rows have ids from 100, waiting prompts of the given lengths from 200, preempted first."""
     queue = WaitingQueue(chunk_size)
-    for i, length in enumerate(waiting):
+    for i, length in enumerate(preempted + waiting):
         seq = create_sequences(1, num_prompt_tokens=length)[0]
         seq.seq_id, seq.rank = SeqId(200 + i), Rank(0, SeqId(200 + i))
+        seq.num_preemptions = int(i < len(preempted))
         queue.push(seq)
     view = StepView(
         max_tokens=max_tokens,
@@ -54,8 +56,8 @@ def propose(
     return policy.propose(view)
 
 
-def lane(seq_id: int, num_left: int = 1000, start: int = 0, spare: int = 0) -> LaneView:
-    return LaneView(SeqId(seq_id), start, num_left, spare, Rank(0, SeqId(seq_id)), was_preempted=False)
+def lane(seq_id: int, num_left: int = 1000, start: int = 0, spare: int = 0, *, back: bool = False) -> LaneView:
+    return LaneView(SeqId(seq_id), start, num_left, spare, Rank(0, SeqId(seq_id)), was_preempted=back)
 
 
 def tokens(proposal: Proposal) -> dict[int, int]:
@@ -117,6 +119,26 @@ def test_newcomers_leave_the_blocks_that_lanes_still_need() -> None:
     """Those of its chunks in this step and the next: 16 of its 20 tokens, in 4 blocks."""
     assert 200 not in tokens(propose(free_blocks=4, lanes=(lane(0, num_left=20),), waiting=(4,)))
     assert 200 in tokens(propose(free_blocks=5, lanes=(lane(0, num_left=20),), waiting=(4,)))
+
+
+def test_a_preempted_prompt_starts_again_only_with_room_for_all_of_it() -> None:
+    assert tokens(propose(free_blocks=10, waiting=(41,))) == {200: 8}
+    assert tokens(propose(free_blocks=10, preempted=(41,))) == {}
+    assert tokens(propose(free_blocks=11, preempted=(41,))) == {200: 8}
+
+
+def test_newcomers_leave_a_prompt_that_came_back_the_room_for_all_of_it() -> None:
+    """Its 40 tokens take 10 blocks, of which it is granted the next."""
+    back = lane(0, num_left=40, back=True)
+    assert 200 not in tokens(propose(free_blocks=10, lanes=(back,), waiting=(4,)))
+    assert 200 in tokens(propose(free_blocks=11, lanes=(back,), waiting=(4,)))
+
+
+def test_short_prompts_pass_a_preempted_one_only_if_its_blocks_remain() -> None:
+    assert tokens(propose(free_blocks=10, preempted=(44,), waiting=(4,))) == {}
+    lanes = tuple(lane(i, num_left=8, spare=8) for i in range(4))
+    assert 201 not in tokens(propose(free_blocks=11, preempted=(44,), waiting=(4,), lanes=lanes, max_tokens=64))
+    assert 201 in tokens(propose(free_blocks=12, preempted=(44,), waiting=(4,), lanes=lanes, max_tokens=64))
 
 
 def test_who_waited_to_the_threshold_goes_first() -> None:
