@@ -7,7 +7,6 @@ import pytest
 from moesaic.errors import CapacityError, RequestTooLargeError
 from moesaic.kv.geometry import blocks_for_tokens
 from moesaic.request import StepOutput
-from moesaic.sched.ordering import Ordering
 from moesaic.sched.plan import StepPlan
 from moesaic.sched.scheduler import Scheduler
 from moesaic.testing.scheduling import (
@@ -145,8 +144,9 @@ def test_a_swapped_prompt_comes_back_under_an_endless_stream_of_short_prompts() 
 
 def test_a_long_prompt_is_overtaken_only_by_shorter_ones_that_come_soon_after_it() -> None:
     """Shortest first; 40 tokens are worth 50 steps and 4 tokens 5: who comes 45 steps later or more goes behind."""
-    ordering = Ordering("shortest-prefill-first", aging_steps=10, max_tokens_per_step=8)
-    scheduler = create_scheduler(max_batch_size=1, max_tokens_per_step=8, ordering=ordering)
+    scheduler = create_scheduler(
+        max_batch_size=1, max_tokens_per_step=8, scheduling_policy="shortest-prefill-first", aging_steps=10
+    )
     long = scheduler.add(create_request("long", 40, max_tokens=1))
     overtakers: list[int] = []
     for step in range(100):
