@@ -7,25 +7,35 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
+from starlette.middleware.cors import CORSMiddleware
 
 from moesaic import __version__
 from moesaic.config import EngineConfig
 from moesaic.engine.client import EngineClient
-from moesaic.server import errors
+from moesaic.server import errors, labels
+from moesaic.server.auth import KeyGate
 from moesaic.server.chat import ChatWriter
 from moesaic.server.completions import CompletionWriter
 from moesaic.server.generation import respond
+from moesaic.server.limits import BodyLimit, check_num_prompts
 from moesaic.server.protocol import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from moesaic.server.replies import ChatCompletion, Completion, ErrorReply, ModelCard, ModelList, Reply
 from moesaic.server.served_model import ServedModel
+from moesaic.server.settings import ServerConfig
 
 logger = logging.getLogger(__name__)
 
-_ERRORS: dict[int | str, dict[str, Any]] = {status: {"model": ErrorReply} for status in (400, 404, 500, 503)}
+_ERRORS: dict[int | str, dict[str, Any]] = {status: {"model": ErrorReply} for status in (400, 401, 404, 413, 500, 503)}
 
 
-def create_app(client: EngineClient, model: ServedModel, config: EngineConfig) -> FastAPI:
-    """Return the application over an engine; it starts ``client`` when it starts and closes it when it ends."""
+def create_app(
+    client: EngineClient, model: ServedModel, config: EngineConfig, settings: ServerConfig | None = None
+) -> FastAPI:
+    """Return the application over an engine; it starts ``client`` when it starts and closes it when it ends.
+
+    Raises: ``ConfigError`` if the file of keys cannot be read.
+    """
+    settings = ServerConfig() if settings is None else settings
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -38,18 +48,36 @@ def create_app(client: EngineClient, model: ServedModel, config: EngineConfig) -
     # The pages of documentation load scripts from elsewhere; /openapi.json is all that is ours.
     app = FastAPI(title="Moesaic", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     errors.install(app)
-    _add_generation(app, client, model)
+    _add_guards(app, settings)
+    _add_generation(app, client, model, settings)
     _add_models(app, model)
-    _add_state(app, client, model, config)
+    _add_state(app, client, model, config, settings)
     return app
 
 
-def _add_generation(app: FastAPI, client: EngineClient, model: ServedModel) -> None:
+def _add_guards(app: FastAPI, settings: ServerConfig) -> None:
+    """Add what a request passes before its route. The last one added is passed first."""
+    app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
+    if keys := settings.keys():
+        app.add_middleware(KeyGate, keys=keys)
+    if settings.allowed_origins:  # before the keys: a browser's preflight has none
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.allowed_origins,
+            allow_methods=("GET", "POST"),
+            allow_headers=("*",),
+            expose_headers=(labels.HEADER, "Retry-After"),
+        )
+    app.add_middleware(labels.RequestLabels)
+
+
+def _add_generation(app: FastAPI, client: EngineClient, model: ServedModel, settings: ServerConfig) -> None:
     unknown = UnknownFields()
 
     @app.post("/v1/completions", response_model=Completion, responses=_ERRORS)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         unknown.note(body)
+        check_num_prompts(body, settings.max_prompts_per_request)
         return await respond(await CompletionWriter.of(body, model), client, request.receive)
 
     @app.post("/v1/chat/completions", response_model=ChatCompletion, responses=_ERRORS)
@@ -69,7 +97,9 @@ def _add_models(app: FastAPI, model: ServedModel) -> None:
         return _json(model.card(name))
 
 
-def _add_state(app: FastAPI, client: EngineClient, model: ServedModel, config: EngineConfig) -> None:
+def _add_state(
+    app: FastAPI, client: EngineClient, model: ServedModel, config: EngineConfig, settings: ServerConfig
+) -> None:
     @app.get("/health", responses={503: {"model": ErrorReply}})
     async def health() -> dict[str, str]:
         if (error := client.error) is not None:
@@ -81,11 +111,12 @@ def _add_state(app: FastAPI, client: EngineClient, model: ServedModel, config: E
         return await client.stats()
 
     @app.get("/v1/config", responses=_ERRORS)
-    async def settings() -> dict[str, Any]:
+    async def configuration() -> dict[str, Any]:
         features = (await client.stats())["features"] | model.chat.features()
         served = {"names": model.names, "root": model.root, "max_model_len": model.max_model_len}
         sampling = {"sampling_defaults": dict(model.defaults)}
-        return {"model": served | sampling, "config": dataclasses.asdict(config), "features": features}
+        engine, server = dataclasses.asdict(config), settings.shown()
+        return {"model": served | sampling, "config": engine, "server": server, "features": features}
 
     @app.get("/version")
     async def version() -> dict[str, str]:

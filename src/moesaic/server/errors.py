@@ -22,6 +22,14 @@ class UnknownModelError(RequestError):
     """A model name that this server does not serve."""
 
 
+class BodyTooLargeError(HTTPException):
+    """A body over the limit: an ``HTTPException`` because FastAPI takes any other error in a body for broken JSON."""
+
+    def __init__(self, max_body_bytes: int) -> None:
+        message = f"the body is larger than {max_body_bytes} bytes (max_body_bytes); send less at once"
+        super().__init__(http.HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message)
+
+
 class UnfinishedRequestError(MoesaicError):
     """A request that the engine ended without an answer: at shutdown, or because a step of it failed."""
 
@@ -33,6 +41,8 @@ def error_reply(error: Exception) -> ErrorReply:
             status, kind = 404, "NotFoundError"
         case QueueFullError():
             status, kind = 429, "RateLimitError"
+        case BodyTooLargeError():
+            return _reply(error.status_code, "ContentTooLargeError", error.detail, None)
         case RequestError():
             status, kind = 400, "BadRequestError"
         case EngineDeadError():
@@ -43,9 +53,10 @@ def error_reply(error: Exception) -> ErrorReply:
     return _reply(status, kind, message, getattr(error, "param", None))
 
 
-def error_response(body: ErrorReply, headers: dict[str, str] | None = None) -> Response:
-    """Return the HTTP response of an error body."""
-    return Response(body.json_bytes(), body.error.code, headers=headers, media_type="application/json")
+def error_response(body: ErrorReply, headers: dict[str, str] | None = None, status: int | None = None) -> Response:
+    """Return the HTTP response of an error body; its code is the status unless one is given."""
+    status = int(body.error.code) if status is None else status
+    return Response(body.json_bytes(), status, headers=headers, media_type="application/json")
 
 
 def install(app: FastAPI) -> None:
@@ -58,6 +69,7 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(Exception, ours)  # starlette raises it again, for the server to log
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http)
+    app.add_exception_handler(BodyTooLargeError, ours)
     app.add_exception_handler(ClientDisconnect, _left)
 
 

@@ -19,6 +19,7 @@ from moesaic.engine.model_plan import kv_text
 from moesaic.errors import ConfigError
 from moesaic.models.loader import load_tokenizer, resolve_model_path
 from moesaic.server.app import create_app
+from moesaic.server.limits import http_limits
 from moesaic.server.served_model import ServedModel, read_defaults
 from moesaic.server.settings import ServerConfig
 
@@ -43,7 +44,9 @@ def serve(
         console.print(startup_block(model, core.stats(), _url(listener)), markup=False)
         # Loading is over and the core is the engine's from here on.
         server = uvicorn.Server(
-            uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=DRAIN_S)
+            uvicorn.Config(
+                app, log_config=None, access_log=False, timeout_graceful_shutdown=DRAIN_S, **http_limits(settings)
+            )
         )
         with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises it again when all is shut down
             server.run(sockets=[listener])
@@ -71,7 +74,7 @@ def load_app(
         reasoning_parser=settings.reasoning_parser,
         trust_request_chat_template=settings.trust_request_chat_template,
     )
-    return create_app(ThreadEngineClient(core, load_tokenizer(path)), served, config), core
+    return create_app(ThreadEngineClient(core, load_tokenizer(path)), served, config, settings), core
 
 
 def startup_block(model: str, stats: Mapping[str, Any], url: str) -> str:

@@ -195,12 +195,12 @@ class ModelList(Reply):
 
 
 class ErrorDetail(Reply):
-    """What went wrong, in OpenAI's shape; ``code`` is the HTTP status."""
+    """What went wrong, in OpenAI's shape; ``code`` is the HTTP status, or OpenAI's word for a missing key."""
 
     message: str
     type: str
     param: str | None
-    code: int
+    code: int | str
 
 
 class ErrorReply(Reply):

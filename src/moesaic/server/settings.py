@@ -1,7 +1,9 @@
 """The HTTP server's settings, beside those of the engine."""
 
-from dataclasses import dataclass
-from typing import Literal
+import dataclasses
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
 
 from moesaic.config import check_at_least, check_types
 from moesaic.errors import ConfigError
@@ -29,13 +31,69 @@ class ServerConfig:
     """How the model marks its reasoning; auto looks for </think> in its chat template."""
     trust_request_chat_template: bool = False
     """Render the chat_template of a request, in a sandbox that does not limit its time."""
+    api_key: tuple[str, ...] = field(default=(), repr=False)
+    """Key that clients must send; repeatable. The default is none: everyone who reaches the port is served."""
+    api_key_file: str | None = None
+    """File with more keys, one a line; it is read once, at start."""
+    allowed_origins: tuple[str, ...] = ()
+    """Origin whose pages browsers may let call this server, or *; repeatable. The default is none."""
+    max_body_bytes: int = 32 * 2**20
+    """Largest body of a request, in bytes, at least 1; larger ones are refused before they are read."""
+    max_header_bytes: int = 64 * 2**10
+    """Largest request line and headers of a request together, in bytes, at least 1024."""
+    max_prompts_per_request: int = 1024
+    """Most prompts in one completions request, each counted n times, at least 1."""
 
     def __post_init__(self) -> None:
         self.validate()
 
     def validate(self) -> None:
         """Return if every field holds. Raises: ``ConfigError`` naming the first broken one."""
+        _check_keys(self.api_key, "api_key")
         check_types(self)
         check_at_least("port", self.port, 0)
         if self.port > 65535:
             raise ConfigError(f"port is {self.port}; it must be at most 65535; lower --port")
+        check_at_least("max_body_bytes", self.max_body_bytes, 1)
+        check_at_least("max_header_bytes", self.max_header_bytes, 1024)
+        check_at_least("max_prompts_per_request", self.max_prompts_per_request, 1)
+        for origin in self.allowed_origins:
+            if origin != "*" and not origin.startswith(("http://", "https://")):
+                raise ConfigError(f"allowed_origins has {origin!r}; an origin is * or scheme://host[:port]")
+
+    def keys(self) -> tuple[str, ...]:
+        """Return every key that opens the server, those of ``api_key_file`` too; none means that it is open.
+
+        Raises: ``ConfigError`` if the file cannot be read or holds no key.
+        """
+        return self.api_key + (() if self.api_key_file is None else _keys_in(Path(self.api_key_file)))
+
+    def shown(self) -> dict[str, Any]:
+        """Return what ``/v1/config`` may show (Any: JSON values): of the keys that there are some, and no more."""
+        public = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "api_key"}
+        return {**public, "requires_api_key": bool(self.api_key or self.api_key_file)}
+
+
+def _keys_in(file: Path) -> tuple[str, ...]:
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"the keys in {file} cannot be read ({type(error).__name__}); check --api-key-file"
+        ) from error
+    keys = tuple(line.strip() for line in lines if line.strip())
+    if not keys:
+        raise ConfigError(f"{file} holds no key, so the server would be open; write one a line or drop --api-key-file")
+    _check_keys(keys, f"api_key_file {file}")
+    return keys
+
+
+def _check_keys(keys: Any, where: str) -> None:  # Any: whatever the caller gave
+    """Refuse keys that no header can carry. A message never holds a key."""
+    if not isinstance(keys, tuple) or not all(isinstance(key, str) for key in keys):
+        raise ConfigError(f"{where} is a {type(keys).__name__}; it must be a tuple of texts")
+    for number, key in enumerate(keys, 1):
+        if not key or not key.isascii() or not key.isprintable() or " " in key:
+            raise ConfigError(
+                f"key {number} of {where} is empty or has a character that is no visible ASCII; change it"
+            )

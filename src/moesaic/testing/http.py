@@ -20,6 +20,8 @@ def running(app: FastAPI) -> Iterator[str]:
         while not server.started:
             assert thread.is_alive(), "the server did not start"
             time.sleep(0.01)
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-        server.should_exit = True
-        thread.join()
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:  # also when a test fails: the thread would keep the process alive
+            server.should_exit = True
+            thread.join()
