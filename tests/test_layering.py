@@ -14,14 +14,14 @@ SRC = Path(moesaic.__file__).parent
 # A module may import modules of its own layer and of the layers above it in this list. The second field says
 # whether the layer may import torch. Packages' __init__ are in the layer of their first module.
 LAYERS: tuple[tuple[str, bool, str], ...] = (
-    ("values", False, "errors config"),
+    ("values", False, "errors config histogram"),
     ("state", False, "structured request sequence kv.geometry kv.pool kv.table experts.cache experts.policy"),
     (
         "decisions",
         False,
         "sched.plan sched.ordering sched.queues sched.policy sched.swap sched.whole sched.chunked "
         "sched.counts sched.swapper sched.preempt sched.running sched.invariants sched.factory sched.scheduler "
-        "sched.transaction sched.decisions sched.recording sched.replay",
+        "sched.transaction sched.decisions sched.recording sched.replay sched.blocked",
     ),
     ("tensors", True, "batch kv.store kv.swap"),
     ("built-in models", True, "builtin builtin.cache builtin.tokens builtin.tiny builtin.smol"),
@@ -43,7 +43,7 @@ LAYERS: tuple[tuple[str, bool, str], ...] = (
         True,
         "engine.memory engine.model_plan "
         "engine.deadlines engine.core engine.llm engine.client engine.process engine.detokenizer "
-        "engine.outputs engine.prompt_logprobs engine.loop engine.chunk_budget engine.supervisor",
+        "engine.outputs engine.prompt_logprobs engine.loop engine.chunk_budget engine.supervisor engine.meters",
     ),
     (
         "edges",
@@ -52,7 +52,7 @@ LAYERS: tuple[tuple[str, bool, str], ...] = (
         "server.tools.protocol server.tools.formats server.reasoning server.chat_format server.answer "
         "server.structured server.protocol server.errors server.replies server.logprobs server.vocabulary "
         "server.generation server.chat server.completions server.served_model server.app server.main server.sse "
-        "server.auth server.labels server.limits "
+        "server.auth server.labels server.limits server.metrics server.observed "
         "bench.workload bench.client bench.paired bench.report bench.progress bench.timeline bench.peer bench.offline "
         "bench.stall bench.planner bench.pressure bench.run bench.load "
         "bench.events bench.figures bench.arm bench.steps bench.comparison bench.summary bench.svg bench.html "

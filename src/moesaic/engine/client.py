@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Literal, Protocol, Self
 
 from moesaic.engine.core import EngineCore
 from moesaic.engine.detokenizer import Tokenizer
@@ -78,6 +78,16 @@ class EngineClient(Protocol):
         """Return the engine's counts and gauges (Any: JSON values). Raises: ``EngineDeadError``."""
 
 
+class DeltaObserver(Protocol):
+    """Told what the reader of a stream gets; for statistics."""
+
+    def observe(self, delta: TextDelta) -> None:
+        """Take one delta."""
+
+    def lose(self, request_ids: tuple[str, ...], reason: Literal["abort", "error"]) -> None:
+        """Take requests that get no last delta: their reader has left, or the engine is dead."""
+
+
 class DeltaStream:
     """What the requests of one submission get, as it comes; ends after the last delta of each.
 
@@ -87,6 +97,7 @@ class DeltaStream:
 
     def __init__(self, request_ids: tuple[str, ...], on_close: Callable[["DeltaStream"], None]) -> None:
         self.request_ids = request_ids
+        self.observer: DeltaObserver | None = None
         self._unfinished = set(request_ids)
         self._on_close = on_close
         # Unbounded: max_tokens bounds what a request can put here.
@@ -111,16 +122,23 @@ class DeltaStream:
         if item is None:
             raise StopAsyncIteration
         if isinstance(item, EngineDied):
-            self._unfinished.clear()
+            self._lose("error")
             raise item.error()
         if item.finish_reason is not None:
             self._unfinished.discard(item.request_id)
+        if self.observer is not None:
+            self.observer.observe(item)
         return item
+
+    def _lose(self, reason: Literal["abort", "error"]) -> None:
+        if self.observer is not None and self._unfinished:
+            self.observer.lose(self.unfinished_ids, reason)
+        self._unfinished.clear()
 
     async def aclose(self) -> None:
         """Abort what is unfinished and end the iteration. Does not wait for the engine; safe to call twice."""
         self._on_close(self)
-        self._unfinished.clear()
+        self._lose("abort")
         self._items.put_nowait(None)  # a reader in another task must not wait for what will never come
 
     async def __aenter__(self) -> Self:

@@ -18,6 +18,7 @@ from moesaic.batch import RaggedBatch
 from moesaic.config import EngineConfig
 from moesaic.engine.deadlines import Deadlines
 from moesaic.engine.memory import FreeMemory, context_length, plan_memory, resolve_device
+from moesaic.engine.meters import StepMeters
 from moesaic.engine.prompt_logprobs import PromptLogprobs
 from moesaic.errors import EngineDeadError, RequestError
 from moesaic.kv.geometry import KVGeometry
@@ -80,6 +81,7 @@ class EngineCore:
         )
         self.swap_pool = HostSwapPool(store)
         self._deadlines = Deadlines(clock)
+        self._meters = StepMeters(clock)
         make_sampler = RowwiseSampler if config.batch_invariant else Sampler
         self.sampler = make_sampler(vocab_size=model.info.vocab_size, eos_token_ids=model.info.eos_token_ids)
         self._prompt_logprobs = PromptLogprobs()
@@ -144,6 +146,7 @@ class EngineCore:
         self._deadlines.add(request_id, timeout_s)
         if matcher is not None:
             self._grammars.begin(request_id, matcher)
+        self._meters.begin(request_id)
 
     def _check_priority(self, priority: Any) -> None:  # Any: a client's input
         if not isinstance(priority, int) or isinstance(priority, bool):
@@ -187,6 +190,7 @@ class EngineCore:
         self._prompt_logprobs.forget(request_id)
         self._grammars.forget(request_id)
         self._deadlines.forget(request_id)
+        self._meters.forget(request_id)
 
     def shut(self, cause: BaseException) -> None:
         """Refuse requests and steps from now on; the first cause stays."""
@@ -228,12 +232,14 @@ class EngineCore:
         for request_id, timeout_s in self._deadlines.expired():
             self.fail_request(request_id, f"unfinished after {timeout_s} s (timeout_s); allow more time")
         self._swap()
+        start = self._meters.start(self.scheduler)
         with self.scheduler.step() as tx:
             try:
                 outputs = self._run(tx) if tx.plan.num_rows else []
             except BaseException:
                 self._failed_step = tx
                 raise
+        self._meters.commit(start, tx)
         for output in outputs:
             if output.finish_reason is not None:
                 self._forget(output.request_id)
@@ -302,6 +308,7 @@ class EngineCore:
             "num_grammars": len(self._grammars),
             "max_model_len": self.max_model_len,
             "features": self.features(),
+            **self._meters.stats(),
         }
 
     def features(self) -> dict[str, dict[str, Any]]:

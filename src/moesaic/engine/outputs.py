@@ -34,6 +34,8 @@ class TextDelta:
     """Why the request failed, with the last delta of one that did."""
     output: RequestOutput | None = None
     """The whole answer, with the last delta."""
+    time_s: float = 0.0
+    """When it came, by the clock of ``RequestMetrics``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,6 +167,7 @@ class _Stream:
             stop_reason=stop_reason,
             error=error,
             output=None if reason is None else self._output(reason, stop_reason, error, now_s),
+            time_s=now_s,
         )
 
     def _read(self, output: StepOutput) -> str:

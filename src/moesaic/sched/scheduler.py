@@ -9,6 +9,7 @@ from moesaic.errors import DuplicateRequestError, InvariantError, QueueFullError
 from moesaic.kv.geometry import blocks_for_tokens, check_servable, resolve_max_tokens
 from moesaic.kv.table import PagedKVCache
 from moesaic.request import Request, StepOutput, TokenLogprobs
+from moesaic.sched.blocked import blocked_by
 from moesaic.sched.counts import SchedulerCounts
 from moesaic.sched.invariants import check_plan, check_progress, check_waits, checks_enabled
 from moesaic.sched.ordering import Ordering
@@ -228,6 +229,7 @@ class Scheduler:
         sequences = {i: decoding[i] for i, _ in proposal.decode_rows}
         sequences.update((c.seq_id, self._find(c.seq_id)) for c in proposal.chunks)
         tx = StepTransaction(self, self._next_step_id, proposal, sequences)
+        tx.blocked_by = blocked_by(view, proposal, is_chunked=not self.policy.may_run_alone)
         self._next_step_id += 1
         if self._has_checks:
             self._check_step(view, tx)

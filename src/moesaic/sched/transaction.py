@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from moesaic.errors import InvariantError
 from moesaic.kv.table import PagedKVCache
 from moesaic.request import StepOutput, TokenLogprobs
+from moesaic.sched.blocked import BlockedBy
 from moesaic.sched.plan import StepPlan
 from moesaic.sched.policy import Proposal
 from moesaic.sequence import SeqId, Sequence
@@ -26,6 +27,8 @@ class StepTransaction:
         self.proposal = proposal
         self.sequences = sequences
         """The sequences of the rows, in row order."""
+        self.blocked_by: BlockedBy | None = None
+        """Why the first waiting prompt is not in the plan; for statistics."""
         self.is_open = True
         self._scheduler = scheduler
         self._leases: list[tuple[Sequence, int]] = []

@@ -8,6 +8,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import PlainTextResponse
 
 from moesaic import __version__
 from moesaic.config import EngineConfig
@@ -18,6 +19,8 @@ from moesaic.server.chat import ChatWriter
 from moesaic.server.completions import CompletionWriter
 from moesaic.server.generation import respond
 from moesaic.server.limits import BodyLimit, check_num_prompts
+from moesaic.server.metrics import MetricsPage, RequestMeters
+from moesaic.server.observed import ObservedClient
 from moesaic.server.protocol import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from moesaic.server.replies import ChatCompletion, Completion, ErrorReply, ModelCard, ModelList, Reply
 from moesaic.server.served_model import ServedModel
@@ -36,6 +39,8 @@ def create_app(
     Raises: ``ConfigError`` if the file of keys cannot be read.
     """
     settings = ServerConfig() if settings is None else settings
+    meters = RequestMeters()
+    client = ObservedClient(client, [meters])
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -52,6 +57,7 @@ def create_app(
     _add_generation(app, client, model, settings)
     _add_models(app, model)
     _add_state(app, client, model, config, settings)
+    _add_metrics(app, MetricsPage(client, meters, model.names[0]))
     return app
 
 
@@ -121,6 +127,13 @@ def _add_state(
     @app.get("/version")
     async def version() -> dict[str, str]:
         return {"version": __version__}
+
+
+def _add_metrics(app: FastAPI, page: MetricsPage) -> None:
+    @app.get("/metrics", response_class=PlainTextResponse)
+    async def metrics(request: Request) -> Response:
+        content, content_type = await page.render(request.headers.get("accept", ""))
+        return Response(content, headers={"Content-Type": content_type})
 
 
 class UnknownFields:
