@@ -28,10 +28,12 @@ LAYERS: tuple[tuple[str, bool, str], ...] = (
     (
         "backends",
         True,
+        "kernels.reference kernels.tiles kernels.norm kernels.rope kernels.routing kernels.experts kernels.select "
         "attention.base attention.reference attention.flashinfer attention.select "
-        "experts.base experts.resident experts.offloaded experts.transfer",
+        "experts.base experts.resident experts.offloaded experts.transfer "
+        "experts.tuning experts.triton experts.select",
     ),
-    ("models", True, "models.base models.info models.families models.hf models.loader models.weights"),
+    ("models", True, "models.base models.info models.families models.hf models.loader models.weights experts.tuner"),
     (
         "running",
         True,

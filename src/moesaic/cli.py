@@ -123,6 +123,30 @@ def plan(model: ModelArgument, *, engine: EngineConfig) -> None:
 
 
 @app.command()
+def tune(
+    model: ModelArgument,
+    *,
+    output: Annotated[Path | None, typer.Option(help="Folder of the table; the default is where it is read.")] = None,
+    tokens: Annotated[list[int] | None, typer.Option(min=1, help="Tokens in a step; repeatable, ascending.")] = None,
+) -> None:
+    """Measure the expert kernels for a model's shapes on this GPU and write the table that serving reads."""
+    from rich.console import Console
+
+    from moesaic.bench.progress import StageProgress
+
+    with StageProgress(Console()) as progress:
+        progress("load PyTorch", 0.0)
+        from moesaic.experts.tuner import TOKENS, tune_model
+        from moesaic.experts.tuning import tuned_folder
+        from moesaic.models.loader import resolve_model_path
+
+        found = tune_model(resolve_model_path(model, with_weights=False), tokens or TOKENS, progress)
+        paths = [tuning.write(output or tuned_folder()) for tuning in found]
+    for tuning, path in zip(found, paths, strict=True):
+        typer.echo(f"{tuning.text()}\nwritten to {path}")
+
+
+@app.command()
 def replay(file: Annotated[Path, typer.Argument(help="A file that --decision-log made.")]) -> None:
     """Make the scheduling decisions of a recorded run again, and exit with 1 if one differs."""
     from moesaic.sched.replay import replay as run_replay

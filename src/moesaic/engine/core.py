@@ -21,6 +21,7 @@ from moesaic.engine.memory import FreeMemory, context_length, plan_memory, resol
 from moesaic.engine.meters import StepMeters
 from moesaic.engine.prompt_logprobs import PromptLogprobs
 from moesaic.errors import EngineDeadError, RequestError
+from moesaic.experts.select import ExpertSelection, select_experts
 from moesaic.kv.geometry import KVGeometry
 from moesaic.kv.store import LayeredPagedKVStore
 from moesaic.kv.swap import HostSwapPool
@@ -67,6 +68,14 @@ class EngineCore:
             layers=model.info.kv_shapes, block_size=config.block_size, element_bytes=model.dtype.itemsize
         )
         self.attention: Selection = select_attention(config.attention_backend, geometry, model.device, config.strict)
+        self.experts: ExpertSelection = select_experts(
+            config.expert_backend,
+            model.experts,
+            model.info.num_experts_per_token,
+            config.max_tokens_per_step,
+            strict=config.strict,
+        )
+        model.experts = self.experts.backend
         self.memory = plan_memory(config, geometry, self.max_model_len, FreeMemory.of(model.device))
         num_blocks = self.memory.num_kv_blocks
         store = LayeredPagedKVStore(geometry, num_blocks, model.dtype, model.device)
@@ -327,9 +336,12 @@ class EngineCore:
                 "active": self.config.batch_invariant,
                 "reason": "each token runs and samples alone" if self.config.batch_invariant else "not requested",
             },
-            "experts": {"requested": "resident", "active": "none", "reason": "the model's experts are its own code"}
-            if experts is None
-            else {"requested": "resident", "active": experts.name, "reason": "as requested", **experts.stats()},
+            "experts": {
+                "requested": self.experts.requested,
+                "active": self.experts.active,
+                "reason": self.experts.reason,
+                **({} if experts is None else experts.stats()),
+            },
         }
 
 

@@ -37,7 +37,9 @@ class ResidentExperts:
 
     def __init__(self, modules: ExpertModules) -> None:
         items = modules.items() if isinstance(modules, Mapping) else enumerate(modules)
-        self._layers = {layer: _FusedExperts(layer, module) for layer, module in items}
+        self.modules: dict[int, torch.nn.Module] = dict(items)
+        """By layer, for whoever computes the same weights in another way."""
+        self._layers = {layer: _FusedExperts(layer, module) for layer, module in self.modules.items()}
 
     def begin_step(self, batch: RaggedBatch) -> None:
         """Change nothing: every expert is there already."""
