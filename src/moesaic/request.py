@@ -43,6 +43,8 @@ class SamplingParams:
     """Subtracted per occurrence from the logit of each token in the output; in [-2, 2]."""
     logit_bias: Mapping[int, float] | None = None
     """Added to the logits of these token ids; values in [-100, 100]."""
+    allowed_token_ids: Sequence[int] | None = None
+    """The only token ids that may be chosen, the model's EOS ids among them if the output is to end by itself."""
     stop: str | Sequence[str] = ()
     """Strings that end the output; the text before the first of them is kept."""
     stop_token_ids: Sequence[int] = ()
@@ -67,6 +69,10 @@ class SamplingParams:
         object.__setattr__(self, "stop", _tuple_of("stop", stop, str))
         for name in ("stop_token_ids", "visible_special_token_ids"):
             object.__setattr__(self, name, _tuple_of(name, getattr(self, name), int))
+        if self.allowed_token_ids is not None:
+            object.__setattr__(self, "allowed_token_ids", _tuple_of("allowed_token_ids", self.allowed_token_ids, int))
+            if not self.allowed_token_ids:
+                raise RequestError("allowed_token_ids is empty: nothing could be chosen", param="allowed_token_ids")
         if "" in self.stop:
             raise RequestError("stop contains an empty string, which would match at once; remove it", param="stop")
         if self.logit_bias is not None:

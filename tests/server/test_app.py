@@ -21,6 +21,7 @@ from moesaic.request import StepOutput
 from moesaic.sched.transaction import StepTransaction
 from moesaic.server.app import create_app
 from moesaic.server.served_model import ServedModel
+from moesaic.server.settings import ServerConfig
 
 CONFIG = EngineConfig(device="cpu", num_kv_blocks=64, max_model_len=256)
 COMPLETION = {"prompt": "Hello", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
@@ -325,3 +326,14 @@ def test_when_the_engine_dies_every_waiter_is_told_and_health_turns_red(serve: S
     for response in (client.get("/health"), client.get("/v1/stats"), client.post("/v1/completions", json=COMPLETION)):
         assert "device lost" in error_of(response, 503)["message"]
     assert client.get("/v1/models").status_code == 200
+
+
+def test_a_strict_server_refuses_fields_that_no_one_reads(model: HFCausalLM, tiny_dir: Path) -> None:
+    served = ServedModel(names=("tiny",), root="tiny", max_model_len=256, tokenizer=load_tokenizer(tiny_dir))
+    engine = ThreadEngineClient(EngineCore(model, CONFIG), load_tokenizer(tiny_dir))
+    app = create_app(engine, served, CONFIG, ServerConfig(strict_api=True))
+    with TestClient(app) as client:
+        body = {"model": "tiny", "prompt": "a", "max_tokens": 1}
+        assert client.post("/v1/completions", json=body).status_code == 200
+        error = error_of(client.post("/v1/completions", json=body | {"flavour": 1}), 400)
+        assert error["param"] == "flavour"

@@ -1,6 +1,7 @@
 """A client that leaves ends the work that was for it."""
 
 import asyncio
+import contextlib
 from collections.abc import AsyncGenerator
 from types import TracebackType
 from typing import Any
@@ -11,7 +12,7 @@ from starlette.types import Message
 
 from moesaic.errors import EngineDeadError
 from moesaic.server.replies import Reply, Usage
-from moesaic.server.sse import EventStream, while_connected
+from moesaic.server.sse import PING, EventStream, while_connected, with_pings
 
 
 class Source:
@@ -44,7 +45,7 @@ async def played(replies: AsyncGenerator[Reply, None], source: Source, receive: 
         await asyncio.sleep(0)
         sent.append(message)
 
-    await EventStream(replies, source)({"type": "http"}, receive, send)
+    await EventStream(replies, source, 15.0)({"type": "http"}, receive, send)
     return sent
 
 
@@ -100,7 +101,7 @@ def test_the_source_is_left_when_the_client_has_left_before_the_first_event() ->
         await never()
 
     source = Source()
-    asyncio.run(EventStream(two_replies(), source)({"type": "http"}, gone, never_sent))
+    asyncio.run(EventStream(two_replies(), source, 15.0)({"type": "http"}, gone, never_sent))
     assert source.is_left
 
 
@@ -136,3 +137,35 @@ def test_work_that_is_done_gives_its_value_or_its_error() -> None:
     assert asyncio.run(while_connected(never, value())) == 5
     with pytest.raises(EngineDeadError):
         asyncio.run(while_connected(never, failure()))
+
+
+def test_silence_is_filled_with_comments_and_no_event_is_lost() -> None:
+    async def slow() -> AsyncGenerator[bytes, None]:
+        for i in range(3):
+            await asyncio.sleep(0.05)
+            yield b"%d" % i
+
+    async def collect() -> list[bytes]:
+        return [data async for data in with_pings(slow(), 0.01)]
+
+    got = asyncio.run(collect())
+    assert [data for data in got if data != PING] == [b"0", b"1", b"2"]
+    assert got[0] == PING
+
+
+def test_leaving_a_silent_stream_ends_its_source() -> None:
+    ended: list[bool] = []
+
+    async def silent() -> AsyncGenerator[bytes, None]:
+        try:
+            await asyncio.sleep(60)
+            yield b""
+        finally:
+            ended.append(True)
+
+    async def leave() -> None:
+        async with contextlib.aclosing(with_pings(silent(), 0.01)) as events:
+            assert await anext(events) == PING
+
+    asyncio.run(leave())
+    assert ended == [True]

@@ -26,8 +26,9 @@ def adjusted_logits(
     early = [i for i, row in enumerate(rows) if len(row.output_token_ids) < row.params.min_tokens]
     repeated = [i for i, row in enumerate(rows) if row.params.repetition_penalty != 1.0]
     counted = [i for i, row in enumerate(rows) if row.params.presence_penalty or row.params.frequency_penalty]
+    limited = [i for i, row in enumerate(rows) if row.params.allowed_token_ids is not None]
     ruled = [i for i, row in enumerate(rows) if row.allowed_tokens is not None]
-    if not (biased or early or repeated or counted or ruled):
+    if not (biased or early or repeated or counted or limited or ruled):
         return logits
     scores = logits.clone(memory_format=torch.contiguous_format)
     if biased:
@@ -38,6 +39,8 @@ def adjusted_logits(
         _penalise_repetition(scores, rows, repeated)
     if counted:
         _penalise_counts(scores, rows, counted)
+    if limited:
+        _keep_listed(scores, rows, limited)
     if ruled:
         _keep_allowed(scores, rows, ruled)
     return scores
@@ -96,6 +99,15 @@ def _penalise_counts(scores: torch.Tensor, rows: SequenceOf[SamplingRow], chosen
         presence, frequency = to_device(both.astype(np.float32)[pairs.owner], scores.device).unbind(-1)
         flat = to_device(pairs.offsets(part), scores.device)
         scores.view(-1)[flat] = scores.view(-1)[flat] - (frequency * count + presence)
+
+
+def _keep_listed(scores: torch.Tensor, rows: SequenceOf[SamplingRow], chosen: SequenceOf[int]) -> None:
+    """Remove every token that is not in the rows' ``allowed_token_ids``."""
+    pairs = _Pairs([tuple(rows[i].params.allowed_token_ids or ()) for i in chosen], scores.shape[1])
+    flat = to_device(pairs.offsets(chosen), scores.device)
+    kept = scores.view(-1)[flat]
+    scores.index_fill_(0, to_device(np.array(chosen, dtype=np.int64), scores.device), -torch.inf)
+    scores.view(-1)[flat] = kept
 
 
 def _keep_allowed(scores: torch.Tensor, rows: SequenceOf[SamplingRow], chosen: SequenceOf[int]) -> None:

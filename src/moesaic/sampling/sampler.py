@@ -48,7 +48,11 @@ class Sampler:
 
         Raises: ``RequestError``. ``sample`` itself ignores such ids rather than fail a whole step.
         """
-        for name, ids in (("logit_bias", params.logit_bias or ()), ("stop_token_ids", params.stop_token_ids)):
+        for name, ids in (
+            ("logit_bias", params.logit_bias or ()),
+            ("stop_token_ids", params.stop_token_ids),
+            ("allowed_token_ids", params.allowed_token_ids or ()),
+        ):
             unknown = [i for i in ids if not 0 <= i < self.vocab_size]
             if unknown:
                 raise RequestError(

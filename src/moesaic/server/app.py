@@ -13,6 +13,7 @@ from starlette.responses import PlainTextResponse
 from moesaic import __version__
 from moesaic.config import EngineConfig
 from moesaic.engine.client import EngineClient
+from moesaic.errors import RequestError
 from moesaic.server import errors, labels
 from moesaic.server.auth import KeyGate
 from moesaic.server.chat import ChatWriter
@@ -25,6 +26,14 @@ from moesaic.server.protocol import ChatCompletionRequest, CompletionRequest, Ge
 from moesaic.server.replies import ChatCompletion, Completion, ErrorReply, ModelCard, ModelList, Reply
 from moesaic.server.served_model import ServedModel
 from moesaic.server.settings import ServerConfig
+from moesaic.server.tokenization import (
+    DetokenizeReply,
+    DetokenizeRequest,
+    TokenizeReply,
+    TokenizeRequest,
+    detokenize,
+    tokenize,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +65,7 @@ def create_app(
     _add_guards(app, settings)
     _add_generation(app, client, model, settings)
     _add_models(app, model)
+    _add_tokenization(app, model)
     _add_state(app, client, model, config, settings)
     _add_metrics(app, MetricsPage(client, meters, model.names[0]))
     return app
@@ -78,18 +88,19 @@ def _add_guards(app: FastAPI, settings: ServerConfig) -> None:
 
 
 def _add_generation(app: FastAPI, client: EngineClient, model: ServedModel, settings: ServerConfig) -> None:
-    unknown = UnknownFields()
+    unknown = UnknownFields(is_strict=settings.strict_api)
+    ping_s = settings.sse_ping_interval_s
 
     @app.post("/v1/completions", response_model=Completion, responses=_ERRORS)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         unknown.note(body)
         check_num_prompts(body, settings.max_prompts_per_request)
-        return await respond(await CompletionWriter.of(body, model), client, request.receive)
+        return await respond(await CompletionWriter.of(body, model), client, request.receive, ping_s)
 
     @app.post("/v1/chat/completions", response_model=ChatCompletion, responses=_ERRORS)
     async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:
         unknown.note(body)
-        return await respond(await ChatWriter.of(body, model), client, request.receive)
+        return await respond(await ChatWriter.of(body, model), client, request.receive, ping_s)
 
 
 def _add_models(app: FastAPI, model: ServedModel) -> None:
@@ -101,6 +112,16 @@ def _add_models(app: FastAPI, model: ServedModel) -> None:
     @app.get("/v1/models/{name:path}", response_model=ModelCard, responses=_ERRORS)
     async def retrieve_model(name: str) -> Response:
         return _json(model.card(name))
+
+
+def _add_tokenization(app: FastAPI, model: ServedModel) -> None:
+    @app.post("/tokenize", response_model=TokenizeReply, responses=_ERRORS)
+    async def tokenize_text(body: TokenizeRequest) -> Response:
+        return _json(await tokenize(body, model))
+
+    @app.post("/detokenize", response_model=DetokenizeReply, responses=_ERRORS)
+    async def detokenize_ids(body: DetokenizeRequest) -> Response:
+        return _json(detokenize(body, model))
 
 
 def _add_state(
@@ -141,12 +162,18 @@ class UnknownFields:
 
     MOST = 64
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_strict: bool) -> None:
+        self._is_strict = is_strict
         self._seen: set[str] = set()
 
     def note(self, body: GenerationRequest) -> None:
-        """Log the names in ``body`` that are new."""
+        """Log the names in ``body`` that are new.
+
+        Raises: ``RequestError`` instead if the server is strict.
+        """
         for name in body.unknown_fields():
+            if self._is_strict:
+                raise RequestError(f"field {name!r:.80} is unknown and this server is strict; leave it out", param=name)
             if name not in self._seen and len(self._seen) < self.MOST:
                 self._seen.add(name)
                 logger.info("unknown request field ignored: name=%.80r", name)

@@ -64,7 +64,7 @@ class Tally:
         return Usage.of(self._num_prompt, self._num_completion)
 
 
-async def respond(writer: ReplyWriter, client: EngineClient, receive: Receive) -> Response:
+async def respond(writer: ReplyWriter, client: EngineClient, receive: Receive, ping_interval_s: float) -> Response:
     """Return the whole reply or the stream of it; either way a client that leaves frees its requests.
 
     A stream is returned when its requests are admitted: until then a refusal still has a status of its own.
@@ -72,7 +72,7 @@ async def respond(writer: ReplyWriter, client: EngineClient, receive: Receive) -
     """
     if writer.body.stream:
         stream = await while_connected(receive, _submit(writer, client))
-        return EventStream(_chunks(writer, stream), stream)
+        return EventStream(_chunks(writer, stream), stream, ping_interval_s)
     reply = await while_connected(receive, _whole(writer, client))
     return Response(reply.json_bytes(), media_type="application/json")
 

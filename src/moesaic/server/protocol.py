@@ -25,7 +25,6 @@ Defaults = Mapping[str, float | int]
 
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
-        "allowed_token_ids": (None,),
         "audio": (None,),
         "bad_words": (None, []),
         "best_of": (None, 1),
@@ -40,7 +39,6 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "reasoning_effort": (None,),
         "regex": (None,),
         "suffix": (None, ""),
-        "truncate_prompt_tokens": (None,),
         "use_beam_search": (None, False),
         "web_search_options": (None,),
     }
@@ -96,6 +94,8 @@ class GenerationRequest(StructuredFields):
     stream: StrictBool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: StrictBool | None = None
+    truncate_prompt_tokens: Annotated[StrictInt, Field(ge=1)] | None = None
+    allowed_token_ids: Annotated[list[StrictInt], Field(min_length=1)] | None = None
     priority: StrictInt | None = None
     timeout_s: StrictFloat | None = None
     user: StrictStr | None = None
@@ -133,7 +133,9 @@ class GenerationRequest(StructuredFields):
             raise RequestError("stream_options is set but stream is not true; leave one out", param="stream_options")
 
     def submission(self, token_ids: tuple[int, ...], text: str | None, params: SamplingParams) -> Submission:
-        """Return one request to the engine, its prompt encoded."""
+        """Return one request to the engine, its prompt encoded; of one too long the last tokens."""
+        if self.truncate_prompt_tokens is not None and len(token_ids) > self.truncate_prompt_tokens:
+            token_ids, text = token_ids[-self.truncate_prompt_tokens :], None
         return Submission(
             prompt_token_ids=token_ids,
             sampling_params=params,
@@ -188,6 +190,7 @@ _SAMPLING_FIELDS = (
     "include_stop_str_in_output",
     "skip_special_tokens",
     "prompt_logprobs",
+    "allowed_token_ids",
 )
 
 

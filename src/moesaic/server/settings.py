@@ -29,6 +29,10 @@ class ServerConfig:
     """How the model writes tool calls; auto looks at its chat template."""
     reasoning_parser: ReasoningParser = "auto"
     """How the model marks its reasoning; auto looks for </think> in its chat template."""
+    strict_api: bool = False
+    """Refuse requests with fields that no one here reads, instead of ignoring them."""
+    sse_ping_interval_s: float = 15.0
+    """Silence in a stream after which a comment keeps its connection open, in seconds; above 0."""
     trust_request_chat_template: bool = False
     """Render the chat_template of a request, in a sandbox that does not limit its time."""
     api_key: tuple[str, ...] = field(default=(), repr=False)
@@ -54,6 +58,10 @@ class ServerConfig:
         check_at_least("port", self.port, 0)
         if self.port > 65535:
             raise ConfigError(f"port is {self.port}; it must be at most 65535; lower --port")
+        if not self.sse_ping_interval_s > 0:
+            raise ConfigError(
+                f"sse_ping_interval_s is {self.sse_ping_interval_s}; it must be above 0; raise --sse-ping-interval-s"
+            )
         check_at_least("max_body_bytes", self.max_body_bytes, 1)
         check_at_least("max_header_bytes", self.max_header_bytes, 1024)
         check_at_least("max_prompts_per_request", self.max_prompts_per_request, 1)

@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 DONE = b"data: [DONE]\n\n"
+PING = b": ping\n\n"
+"""A comment, which clients skip: proxies close connections on which nothing comes."""
 
 
 def event(reply: Reply) -> bytes:
@@ -40,7 +42,10 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, replies: AsyncGenerator[Reply, None], source: AbstractAsyncContextManager[object]) -> None:
+    def __init__(
+        self, replies: AsyncGenerator[Reply, None], source: AbstractAsyncContextManager[object], ping_interval_s: float
+    ) -> None:
+        """``ping_interval_s``: seconds of silence after which a comment is sent."""
         self.status_code = 200
         self.background = None
         self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
@@ -48,6 +53,7 @@ class EventStream(Response):
         self.raw_headers = [(name, value) for name, value in self.raw_headers if name != b"content-length"]
         self._replies = replies
         self._source = source
+        self._ping_interval_s = ping_interval_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # Nobody is left to be told; uvicorn has logged the request already.
@@ -57,7 +63,7 @@ class EventStream(Response):
 
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async with contextlib.aclosing(self._events()) as events:
+        async with contextlib.aclosing(with_pings(self._events(), self._ping_interval_s)) as events:
             async for data in events:
                 await send({"type": "http.response.body", "body": data, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -73,6 +79,25 @@ class EventStream(Response):
                 logger.exception("stream failed")
                 yield event(error_reply(error))
         yield DONE
+
+
+async def with_pings(events: AsyncGenerator[bytes, None], interval_s: float) -> AsyncGenerator[bytes, None]:
+    """Yield ``events``, and a comment whenever none has come for ``interval_s`` seconds."""
+    async with contextlib.aclosing(events):
+        while True:
+            # One task for one event: a timeout must not cancel the generator, which would end it.
+            following = asyncio.ensure_future(anext(events, None))
+            try:
+                while not (await asyncio.wait((following,), timeout=interval_s))[0]:
+                    yield PING
+                data = following.result()
+            finally:
+                if not following.done():
+                    following.cancel()
+                    await asyncio.gather(following, return_exceptions=True)
+            if data is None:
+                return
+            yield data
 
 
 async def while_connected(receive: Receive, work: Coroutine[None, None, T]) -> T:
