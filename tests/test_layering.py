@@ -33,7 +33,12 @@ LAYERS: tuple[tuple[str, bool, str], ...] = (
         "experts.base experts.resident experts.offloaded experts.transfer "
         "experts.tuning experts.triton experts.select",
     ),
-    ("models", True, "models.base models.info models.families models.hf models.loader models.weights experts.tuner"),
+    (
+        "models",
+        True,
+        "models.base models.info models.families models.hf models.native models.select models.loader models.weights "
+        "experts.tuner",
+    ),
     (
         "running",
         True,

@@ -39,6 +39,10 @@ class RaggedBatch:
     """int64 [S]: flat tokens whose logits are wanted: first the sampling rows' last tokens, in row order,
     then the tokens that prompt log probabilities need."""
     num_sampling_rows: int
+    page_indices: torch.Tensor
+    """int32 [all blocks of all rows]: the rows' block tables one after the other, without padding."""
+    num_valid_tokens: torch.Tensor | None = None
+    """int32 [1], or None: tokens from this one on are padding, of no request (captured graphs only)."""
 
     @property
     def num_rows(self) -> int:
@@ -93,7 +97,7 @@ class RaggedBatch:
         its KV length; ``sampling_rows`` are row indices; ``extra_logit_indices`` flat token indices.
         Raises: ``InvariantError`` if a table is too short for its row.
         """
-        table = _padded_tables(lengths, block_tables, block_size)
+        flat, table = _page_tables(lengths, block_tables, block_size)
         query = np.asarray(lengths.query_lengths, dtype=np.int64)
         offsets = np.asarray(lengths.query_offsets, dtype=np.int64)
         row_of_token = np.repeat(np.arange(len(query)), query)
@@ -112,13 +116,14 @@ class RaggedBatch:
             block_tables=_to(table, device),
             logit_indices=_to(logit_indices, device),
             num_sampling_rows=len(sampling_rows),
+            page_indices=_to(flat, device),
         )
 
 
-def _padded_tables(
+def _page_tables(
     lengths: PagedBatchLengths, block_tables: SequenceOf[NDArray[np.int32]], block_size: int
-) -> NDArray[np.int32]:
-    """Return the tables as one int32 array [R, max blocks], padded with block 0."""
+) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Return the blocks that rows need, one row after the other, and as a table [R, max blocks] padded with block 0."""
     needed = -(-np.asarray(lengths.kv_seq_lengths, dtype=np.int64) // block_size)
     held = np.fromiter(map(len, block_tables), dtype=np.int64, count=len(block_tables))
     if len(held) != len(needed) or bool((held < needed).any()):
@@ -126,7 +131,7 @@ def _padded_tables(
     flat = np.concatenate([t[:n] for t, n in zip(block_tables, needed.tolist(), strict=True)])
     table = np.zeros((len(needed), int(needed.max())), dtype=np.int32)
     table[np.arange(table.shape[1]) < needed[:, None]] = flat
-    return table
+    return flat, table
 
 
 def _to(array: NDArray[np.int64] | NDArray[np.int32], device: torch.device | str) -> torch.Tensor:

@@ -12,6 +12,7 @@ from moesaic.errors import ConfigError
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
 LoadFormat = Literal["auto", "dummy"]
+ModelImpl = Literal["auto", "native", "transformers"]
 ExpertBackendName = Literal["auto", "resident", "triton"]
 SchedulingPolicy = Literal["fcfs", "priority", "shortest-prefill-first"]
 
@@ -57,6 +58,8 @@ class EngineConfig:
     """Where the model runs; auto takes the GPU if there is one."""
     attention_backend: str = "auto"
     """Kernel that reads paged KV: auto or torch."""
+    model_impl: ModelImpl = "auto"
+    """Definition of the layers: Moesaic's own, with fused operations, where it has one, or transformers'."""
     expert_backend: ExpertBackendName = "auto"
     """Kernels of routed experts: fused ones for few tokens where they run, or grouped products for all."""
     load_format: LoadFormat = "auto"

@@ -68,6 +68,7 @@ def _token(batch: RaggedBatch, row: int, token: int, position: int, is_wanted: b
         positions=batch.positions[only].clone(),
         slot_mapping=batch.slot_mapping[only].clone(),
         block_tables=batch.block_tables[row : row + 1, :num_blocks].clone(),
+        page_indices=batch.block_tables[row, :num_blocks].clone(),
         logit_indices=torch.arange(int(is_wanted), device=batch.token_ids.device),
         num_sampling_rows=int(is_wanted),
     )

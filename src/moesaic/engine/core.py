@@ -27,6 +27,7 @@ from moesaic.kv.store import LayeredPagedKVStore
 from moesaic.kv.swap import HostSwapPool
 from moesaic.models.base import CausalLM
 from moesaic.models.loader import load_model, load_tokenizer
+from moesaic.models.select import ModelSelection, select_model
 from moesaic.request import Request, SamplingParams, StepOutput
 from moesaic.runner import ModelRunner
 from moesaic.sampling.grammar import Grammars, LoadTokenizer
@@ -59,10 +60,11 @@ class EngineCore:
     ) -> None:
         """``load_tokenizer`` is called once a request has a grammar; without it such requests are refused."""
         config.validate()
-        self.model = model
         self.config = config
         if config.batch_invariant:
             check_tokenwise(model.device)
+        self.definition: ModelSelection = select_model(config.model_impl, model, strict=config.strict)
+        model = self.model = self.definition.model
         self.max_model_len = context_length(config, model.info.max_model_len)
         geometry = KVGeometry(
             layers=model.info.kv_shapes, block_size=config.block_size, element_bytes=model.dtype.itemsize
@@ -335,6 +337,11 @@ class EngineCore:
                 "requested": self.config.batch_invariant,
                 "active": self.config.batch_invariant,
                 "reason": "each token runs and samples alone" if self.config.batch_invariant else "not requested",
+            },
+            "model": {
+                "requested": self.definition.requested,
+                "active": self.definition.active,
+                "reason": self.definition.reason,
             },
             "experts": {
                 "requested": self.experts.requested,
