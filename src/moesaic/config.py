@@ -62,6 +62,8 @@ class EngineConfig:
     """Definition of the layers: Moesaic's own, with fused operations, where it has one, or transformers'."""
     expert_backend: ExpertBackendName = "auto"
     """Kernels of routed experts: fused ones for few tokens where they run, or grouped products for all."""
+    cuda_graphs: bool = True
+    """Capture decode steps at start-up and replay them, where model, attention and experts allow it."""
     load_format: LoadFormat = "auto"
     """auto reads the checkpoint; dummy makes random weights from the configuration alone."""
     seed: int = 0

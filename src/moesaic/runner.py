@@ -4,6 +4,7 @@ import torch
 
 from moesaic.attention.base import AttentionBackend
 from moesaic.batch import RaggedBatch
+from moesaic.graphs import DecodeGraphs
 from moesaic.kv.store import LayeredPagedKVStore
 from moesaic.models.base import CausalLM, StepContext
 
@@ -15,10 +16,17 @@ class ModelRunner:
         self.model = model
         self.attention = attention
         self.store = store
+        self.graphs: DecodeGraphs | None = None
+        """Captured decode steps, if there are any."""
 
     @torch.inference_mode()
     def run(self, batch: RaggedBatch) -> torch.Tensor:
-        """Return float32 logits [S, V] for ``batch.logit_indices``; attention is planned once, here."""
+        """Return float32 logits [S, V] for ``batch.logit_indices``; attention is planned once, here.
+
+        The logits of a captured step hold until the next call.
+        """
+        if self.graphs is not None and (size := self.graphs.size_for(batch)) is not None:
+            return self.graphs.run(batch, size)
         model = self.model
         if model.experts is not None:
             model.experts.begin_step(batch)

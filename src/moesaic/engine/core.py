@@ -9,7 +9,7 @@ from functools import partial
 from itertools import chain
 from numbers import Integral
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -20,13 +20,15 @@ from moesaic.engine.deadlines import Deadlines
 from moesaic.engine.memory import FreeMemory, context_length, plan_memory, resolve_device
 from moesaic.engine.meters import StepMeters
 from moesaic.engine.prompt_logprobs import PromptLogprobs
-from moesaic.errors import EngineDeadError, RequestError
+from moesaic.errors import EngineDeadError, Refused, RequestError
 from moesaic.experts.select import ExpertSelection, select_experts
+from moesaic.graphs import DecodeGraphs, GraphableAttention, graph_refusal
 from moesaic.kv.geometry import KVGeometry
 from moesaic.kv.store import LayeredPagedKVStore
 from moesaic.kv.swap import HostSwapPool
 from moesaic.models.base import CausalLM
 from moesaic.models.loader import load_model, load_tokenizer
+from moesaic.models.native import NativeCausalLM
 from moesaic.models.select import ModelSelection, select_model
 from moesaic.request import Request, SamplingParams, StepOutput
 from moesaic.runner import ModelRunner
@@ -57,8 +59,12 @@ class EngineCore:
         *,
         clock: Callable[[], float] = time.monotonic,
         load_tokenizer: LoadTokenizer | None = None,
+        progress: Progress | None = None,
     ) -> None:
-        """``load_tokenizer`` is called once a request has a grammar; without it such requests are refused."""
+        """``load_tokenizer`` is called once a request has a grammar; without it such requests are refused.
+
+        ``progress`` is told what is done and how far, in [0, 1].
+        """
         config.validate()
         self.config = config
         if config.batch_invariant:
@@ -83,6 +89,7 @@ class EngineCore:
         store = LayeredPagedKVStore(geometry, num_blocks, model.dtype, model.device)
         make_runner = TokenwiseRunner if config.batch_invariant else ModelRunner
         self.runner = make_runner(model, self.attention.backend, store)
+        self._graph_refusal = self._capture_graphs(progress)
         self.scheduler = make_scheduler(
             config,
             num_blocks=num_blocks,
@@ -105,6 +112,18 @@ class EngineCore:
         self._death_cause: BaseException | None = None
         logger.info("kv budget: blocks=%d block_size=%d bytes=%d", num_blocks, config.block_size, self.memory.kv_bytes)
 
+    def _capture_graphs(self, progress: Progress | None) -> Refused | None:
+        """Capture decode steps, or return why there are no graphs."""
+        if not self.config.cuda_graphs:
+            return Refused("switched off")
+        refusal = graph_refusal(self.model, self.attention.backend, self.model.device)
+        if refusal is None and isinstance(self.model, NativeCausalLM):
+            graphable = cast(GraphableAttention, self.attention.backend)  # graph_refusal has looked
+            self.runner.graphs = DecodeGraphs(
+                self.model, graphable, self.runner.store, self.config.max_batch_size, progress
+            )
+        return refusal
+
     @classmethod
     def from_path(cls, path: Path, config: EngineConfig, progress: Progress | None = None) -> "EngineCore":
         """Return an engine over the model in ``path``; ``progress`` is told what is done and how far, in [0, 1].
@@ -117,7 +136,7 @@ class EngineCore:
         model = load_model(
             path, dtype=dtype, device=device, load_format=config.load_format, seed=config.seed, progress=progress
         )
-        return cls(model, config, load_tokenizer=partial(load_tokenizer, path))
+        return cls(model, config, load_tokenizer=partial(load_tokenizer, path), progress=progress)
 
     def prepare_grammars(self) -> None:
         """Do now what the first request with a grammar would make all others wait for, up to seconds."""
@@ -342,6 +361,11 @@ class EngineCore:
                 "requested": self.definition.requested,
                 "active": self.definition.active,
                 "reason": self.definition.reason,
+            },
+            "cuda_graphs": {
+                "requested": self.config.cuda_graphs,
+                "active": self.runner.graphs is not None,
+                "reason": str(self._graph_refusal or "as requested"),
             },
             "experts": {
                 "requested": self.experts.requested,

@@ -42,8 +42,6 @@ class StepContext:
     attention: AttentionBackend
     attention_plan: Any
     """From ``attention.plan(batch)`` (Any: opaque)."""
-    num_valid_tokens: torch.Tensor | None = None
-    """int32 [1] on the device: tokens from here on are padding, routed to no expert; None if there is none."""
 
 
 class CausalLM(Protocol):

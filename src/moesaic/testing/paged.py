@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence as SequenceOf
 from typing import TYPE_CHECKING
 
@@ -42,20 +41,14 @@ class PagedModel:
         self.lengths = [0] * num_sequences
         self._tables: list[NDArray[np.int32]] = list(shuffled.reshape(num_sequences, blocks_each))
 
-    def step(self, rows: SequenceOf[Row], *, split_at: int = 0, num_padding: int = 0) -> list[torch.Tensor]:
+    def step(self, rows: SequenceOf[Row], *, split_at: int = 0) -> list[torch.Tensor]:
         """Return each row's logits [tokens, V] and move its sequence on.
 
-        Layers run as ``[0, split_at)`` and then the rest. ``num_padding`` rows of padding follow the real ones, as in
-        a captured step: no slot, no expert.
+        Layers run as ``[0, split_at)`` and then the rest.
         """
-        batch = self._batch(rows) if not num_padding else _padded(self._batch(rows), num_padding)
-        num_valid = torch.tensor([batch.num_tokens - num_padding], dtype=torch.int32, device=self.model.device)
+        batch = self._batch(rows)
         context = StepContext(
-            batch=batch,
-            store=self.store,
-            attention=self.attention,
-            attention_plan=self.attention.plan(batch),
-            num_valid_tokens=num_valid if num_padding else None,
+            batch=batch, store=self.store, attention=self.attention, attention_plan=self.attention.plan(batch)
         )
         if self.model.experts is not None:
             self.model.experts.begin_step(batch)
@@ -63,7 +56,7 @@ class PagedModel:
         hidden = self.model.layers(hidden, split_at, self.model.info.num_layers, context)
         for seq, tokens in rows:
             self.lengths[seq] += len(tokens)
-        return list(torch.split(self.model.head(hidden[batch.logit_indices]), [len(tokens) for _, tokens in rows]))
+        return list(torch.split(self.model.head(hidden[batch.logit_indices]), list(batch.lengths.query_lengths)))
 
     def _batch(self, rows: SequenceOf[Row]) -> RaggedBatch:
         counts = [len(tokens) for _, tokens in rows]
@@ -77,22 +70,3 @@ class PagedModel:
             extra_logit_indices=range(sum(counts)),
             device=self.model.device,
         )
-
-
-def _padded(batch: RaggedBatch, num_padding: int) -> RaggedBatch:
-    """Return ``batch`` with rows of one token behind it that read block 0 and write to no slot."""
-
-    def longer(tensor: torch.Tensor, value: int) -> torch.Tensor:
-        return torch.cat((tensor, tensor.new_full((num_padding, *tensor.shape[1:]), value)))
-
-    lengths = batch.lengths
-    return dataclasses.replace(
-        batch,
-        lengths=PagedBatchLengths.of(
-            [*lengths.query_lengths, *[1] * num_padding], [*lengths.context_lengths, *[0] * num_padding]
-        ),
-        token_ids=longer(batch.token_ids, 0),
-        positions=longer(batch.positions, 0),
-        slot_mapping=longer(batch.slot_mapping, -1),
-        block_tables=longer(batch.block_tables, 0),
-    )
