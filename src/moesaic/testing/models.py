@@ -185,27 +185,28 @@ def available_families() -> tuple[str, ...]:
     return tuple(name for name in PROVEN if name in CONFIG_MAPPING)
 
 
-def tiny_config(family: str) -> Any:
-    """Return a configuration of ``family`` with three layers, grouped queries and several experts.
+def tiny_config(family: str, **changes: Any) -> Any:
+    """Return a configuration of ``family`` with three layers, grouped queries and several experts, then ``changes``.
 
     Raises: ``KeyError`` if ``family`` is not proven or the installed transformers lacks it.
     """
     from transformers import CONFIG_MAPPING
 
-    fields = {name: value for name, value in (_COMMON | _OVERRIDES[family]).items() if value is not None}
+    fields = {name: value for name, value in (_COMMON | _OVERRIDES[family] | changes).items() if value is not None}
     return CONFIG_MAPPING[family](**fields)
 
 
-def tiny_model(family: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
+def tiny_model(family: str, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
     """Return an unmodified transformers model of ``family`` with eager attention and experts.
 
     No weight is trivial: norms spread around 1, biases and sinks are random, router scores lie far apart so that
     rounding changes no choice of experts. The same ``seed`` gives the same weights.
+    ``changes`` replace fields of the configuration.
     """
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_config(
-        tiny_config(family), attn_implementation="eager", experts_implementation="eager"
+        tiny_config(family, **changes), attn_implementation="eager", experts_implementation="eager"
     )
     _randomise(model, torch.Generator().manual_seed(seed))
     return model.to(dtype).eval().requires_grad_(False)
