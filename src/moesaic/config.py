@@ -57,7 +57,7 @@ class EngineConfig:
     device: Device = "auto"
     """Where the model runs; auto takes the GPU if there is one."""
     attention_backend: str = "auto"
-    """Kernel that reads paged KV: auto or torch."""
+    """Kernel that reads paged KV: auto, flashinfer or torch."""
     model_impl: ModelImpl = "auto"
     """Definition of the layers: Moesaic's own, with fused operations, where it has one, or transformers'."""
     expert_backend: ExpertBackendName = "auto"

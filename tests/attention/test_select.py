@@ -22,6 +22,9 @@ class EvenDimsOnly:
     def supports(self, geometry: KVGeometry) -> Refused | None:
         return Refused("key and value dims differ")
 
+    def prepare(self, limits: Any) -> None:
+        raise AssertionError("never chosen")
+
     def plan(self, batch: Any) -> Any:
         raise AssertionError("never chosen")
 

@@ -25,6 +25,21 @@ class AttentionParams:
     """[H] learned logits that take part in the softmax and are then dropped (gpt-oss)."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionLimits:
+    """The largest step that an engine can make, for which a backend sets memory aside."""
+
+    geometry: KVGeometry
+    num_query_heads: int
+    dtype: torch.dtype
+    """Of queries, keys, values and output."""
+    max_rows: int
+    max_tokens: int
+    """Query tokens of one step."""
+    max_pages: int
+    """KV blocks of the pool."""
+
+
 class AttentionBackend(Protocol):
     """Plans once per step, runs once per layer. Holds no step between calls."""
 
@@ -32,6 +47,13 @@ class AttentionBackend(Protocol):
 
     def supports(self, geometry: KVGeometry) -> Refused | None:
         """Return why this backend cannot serve these layers, or None if it can."""
+        ...
+
+    def prepare(self, limits: AttentionLimits) -> None:
+        """Set aside what the largest step needs; called once, before the first ``plan``.
+
+        Raises: ``ConfigError`` if that cannot be had.
+        """
         ...
 
     def plan(self, batch: RaggedBatch) -> Any:

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch.nn import functional
 
-from moesaic.attention.base import AttentionParams
+from moesaic.attention.base import AttentionLimits, AttentionParams
 from moesaic.batch import RaggedBatch
 from moesaic.errors import InvariantError, Refused
 from moesaic.kv.geometry import KVGeometry
@@ -51,6 +51,9 @@ class TorchAttention:
     def supports(self, geometry: KVGeometry) -> Refused | None:
         """Return None: every geometry works."""
         return None
+
+    def prepare(self, limits: AttentionLimits) -> None:
+        """Change nothing: memory is allocated as it is needed."""
 
     def plan(self, batch: RaggedBatch) -> TorchPlan:
         """Return the step's groups, made once for each kind of layer when its first layer asks."""

@@ -75,5 +75,11 @@ def _torch_backend(device: torch.device) -> AttentionBackend:
     return TorchAttention()
 
 
-FACTORIES: dict[str, Factory] = {"torch": _torch_backend}
+def _flashinfer_backend(device: torch.device) -> AttentionBackend | Refused:
+    from moesaic.attention.flashinfer import flashinfer_backend
+
+    return flashinfer_backend(device)
+
+
+FACTORIES: dict[str, Factory] = {"flashinfer": _flashinfer_backend, "torch": _torch_backend}
 """By name, the fastest first; the last serves everything."""
