@@ -14,7 +14,7 @@ from moesaic.testing.models import tiny_causal_lm, tiny_model
 
 pytestmark = pytest.mark.gpu
 
-WIDE = {"head_dim": 64, "hidden_size": 128, "num_attention_heads": 8, "num_key_value_heads": 2}
+WIDE = {"head_dim": 128, "hidden_size": 128, "num_attention_heads": 8, "num_key_value_heads": 2}
 """Shapes that FlashInfer takes."""
 MOST_ROWS = 9
 

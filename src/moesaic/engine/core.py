@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import torch
 
+from moesaic.attention.base import AttentionLimits
 from moesaic.attention.select import Selection, select_attention
 from moesaic.batch import RaggedBatch
 from moesaic.config import EngineConfig
@@ -87,6 +88,16 @@ class EngineCore:
         self.memory = plan_memory(config, geometry, self.max_model_len, FreeMemory.of(model.device))
         num_blocks = self.memory.num_kv_blocks
         store = LayeredPagedKVStore(geometry, num_blocks, model.dtype, model.device)
+        self.attention.backend.prepare(
+            AttentionLimits(
+                geometry=geometry,
+                dtype=model.dtype,
+                num_query_heads=model.info.num_query_heads,
+                max_rows=config.max_batch_size,
+                max_tokens=config.max_tokens_per_step,
+                max_pages=num_blocks,
+            )
+        )
         make_runner = TokenwiseRunner if config.batch_invariant else ModelRunner
         self.runner = make_runner(model, self.attention.backend, store)
         self._graph_refusal = self._capture_graphs(progress)
