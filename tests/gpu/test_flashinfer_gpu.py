@@ -38,7 +38,7 @@ def create_backend(heads: tuple[int, int] = (32, 4), head_dim: int = 128, **limi
             geometry=KVGeometry(layers=(shape,), block_size=BLOCK_SIZE, element_bytes=2),
             num_query_heads=heads[0],
             dtype=torch.bfloat16,
-            **({"max_rows": 64, "max_tokens": 4096, "max_pages": 4096} | limits),
+            **({"max_rows": 64, "max_tokens": 4096, "max_pages": 8192} | limits),
         )
     )
     return backend
@@ -179,6 +179,18 @@ def test_a_captured_step_is_replayed_for_other_lengths_and_fewer_rows(
         backend.workspace.fill_(0xFF)
         graph.replay()
         torch.testing.assert_close(out[:num_real].float(), step.expected(PLAIN), atol=TOLERANCE, rtol=TOLERANCE)
+
+
+def test_updates_in_a_row_do_not_overwrite_each_other(backend: FlashInferAttention) -> None:
+    """Each writes pinned memory whose copy to the device may be on its way: nothing waits between these steps."""
+    steps = [Step([(1, 50 * i + 7 * row) for row in range(8)], seed=i) for i in range(6)]
+    graph_backend = backend.decode_graph(8)
+    outs = []
+    for step in steps:
+        graph_backend.update(step.batch.lengths.kv_seq_lengths, step.batch.page_indices)
+        outs.append(graph_backend.run(None, step.query, *step.pages, PLAIN))
+    for step, out in zip(steps, outs, strict=True):
+        torch.testing.assert_close(out.float(), step.expected(PLAIN), atol=TOLERANCE, rtol=TOLERANCE)
 
 
 def test_a_captured_step_takes_no_more_than_it_has_room_for(backend: FlashInferAttention) -> None:
