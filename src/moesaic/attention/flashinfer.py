@@ -208,31 +208,13 @@ class _Wrapper:
 
     def __init__(self, wrapper: Any) -> None:  # Any: FlashInfer is untyped
         self.wrapped = wrapper
+        self._is_planned = False
         self._is_copied = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
     def plan(self, kind: _LayerKind, rows: _Rows) -> Any:
         """Return the wrapper planned for ``rows``; waits for the copy of its last plan, mostly long done."""
         self._is_copied.synchronize()
-        common: dict[str, Any] = {
-            "num_qo_heads": kind.num_heads,
-            "num_kv_heads": kind.num_kv_heads,
-            "page_size": rows.block_size,
-            "window_left": -1 if kind.window is None else kind.window - 1,
-            "logits_soft_cap": kind.softcap,
-            "sm_scale": kind.scale,
-            "q_data_type": kind.dtype,
-            "kv_data_type": kind.dtype,
-            "o_data_type": kind.dtype,
-        }
-        if rows.is_decode:
-            self.wrapped.plan(
-                indptr=rows.page_offsets,
-                indices=rows.page_indices,
-                last_page_len=rows.last_page_lengths,
-                head_dim=kind.head_dim,
-                **common,
-            )
-        else:
+        if not rows.is_decode:
             self.wrapped.plan(
                 qo_indptr=rows.query_offsets,
                 paged_kv_indptr=rows.page_offsets,
@@ -240,8 +222,14 @@ class _Wrapper:
                 paged_kv_last_page_len=rows.last_page_lengths,
                 head_dim_qk=kind.head_dim,
                 causal=True,
-                **common,
+                o_data_type=kind.dtype,
+                **_layer_arguments(kind, rows),
             )
+        elif self._is_planned:
+            _plan_decode_again(self.wrapped, kind, rows)
+        else:
+            _plan_decode(self.wrapped, kind, rows)
+        self._is_planned = True
         self._is_copied.record()
         return self.wrapped
 
@@ -312,7 +300,8 @@ class DecodeGraphAttention:
         self._rows = self._filled_rows([*kv_seq_lengths, *[1] * num_padding], num_pages + num_padding)
         self._metadata.copy_(self._host_metadata, non_blocking=True)
         for kind, wrapper in self._wrappers.items():
-            layout = _layout(_planned_again(wrapper, kind, self._rows))
+            _plan_decode_again(wrapper, kind, self._rows)
+            layout = _layout(wrapper)
             if layout != self._layouts[kind]:
                 raise InvariantError(f"a captured launch of {self._layouts[kind]} would now be {layout}")
         self._is_copied.record()
@@ -376,7 +365,8 @@ class DecodeGraphAttention:
         own = torch.empty(_INT_WORKSPACE_BYTES, dtype=torch.uint8, device=workspace.device)
         made.reset_workspace_buffer(workspace, own)
         self._wrappers[kind] = made
-        self._layouts[kind] = _layout(_Wrapper(made).plan(kind, rows))
+        _plan_decode(made, kind, rows)
+        self._layouts[kind] = _layout(made)
         self._is_copied.record()
 
 
@@ -485,31 +475,52 @@ def _largest_steps(limits: AttentionLimits, device: torch.device) -> list[_Rows]
     return rows
 
 
-def _planned_again(wrapper: Any, kind: _LayerKind, rows: _Rows) -> Any:  # Any: FlashInfer is untyped
-    """Return a wrapper of a captured step planned for new ``rows``, whose metadata is on its way to the device.
+def _layer_arguments(kind: _LayerKind, rows: _Rows) -> dict[str, Any]:
+    """Return what all of FlashInfer's plans take of a kind of layer (Any: of several types)."""
+    return {
+        "num_qo_heads": kind.num_heads,
+        "num_kv_heads": kind.num_kv_heads,
+        "page_size": rows.block_size,
+        "window_left": -1 if kind.window is None else kind.window - 1,
+        "logits_soft_cap": kind.softcap,
+        "sm_scale": kind.scale,
+        "q_data_type": kind.dtype,
+        "kv_data_type": kind.dtype,
+    }
 
-    FlashInfer's own short cut for this case: ``plan`` copies the metadata from pageable memory besides, which on an
-    H200 machine (2026-12-01) made it 0.22 ms for one row and 0.36 ms for 32.
-    """
-    from flashinfer.decode import fast_decode_plan
 
-    fast_decode_plan(
-        wrapper,
+def _plan_decode(wrapper: Any, kind: _LayerKind, rows: _Rows) -> None:  # Any: FlashInfer is untyped
+    wrapper.plan(
         indptr=rows.page_offsets,
         indices=rows.page_indices,
         last_page_len=rows.last_page_lengths,
-        num_qo_heads=kind.num_heads,
-        num_kv_heads=kind.num_kv_heads,
         head_dim=kind.head_dim,
-        page_size=rows.block_size,
-        window_left=-1 if kind.window is None else kind.window - 1,
-        logits_soft_cap=kind.softcap,
-        sm_scale=kind.scale,
-        q_data_type=kind.dtype,
-        kv_data_type=kind.dtype,
-        global_override_indptr_cpu=rows.page_offsets,
+        o_data_type=kind.dtype,
+        **_layer_arguments(kind, rows),
     )
-    return wrapper
+
+
+def _plan_decode_again(wrapper: Any, kind: _LayerKind, rows: _Rows) -> None:  # Any: FlashInfer is untyped
+    """Plan a wrapper that was planned before by FlashInfer's short cut, which leaves the device's metadata to us.
+
+    ``plan`` compares the KV lengths one by one as tensors and copies from pageable memory: 0.22 ms of host time for
+    one row and 0.36 for 32 on an H200 machine (0.6.12, 2026-12-01).
+    """
+    from flashinfer.decode import fast_decode_plan
+
+    is_captured = wrapper.is_cuda_graph_enabled
+    device = rows.page_indices.device
+    fast_decode_plan(
+        wrapper,
+        indptr=rows.page_offsets if is_captured else rows.page_offsets.to(device, non_blocking=True),
+        indices=rows.page_indices,
+        last_page_len=rows.last_page_lengths,
+        head_dim=kind.head_dim,
+        global_override_indptr_cpu=rows.page_offsets,
+        **_layer_arguments(kind, rows),
+    )
+    if not is_captured:  # it took the host's tensor, whose values it needs there
+        wrapper._paged_kv_last_page_len_buf = rows.last_page_lengths.to(device, non_blocking=True)
 
 
 def _layout(wrapper: Any) -> tuple[int, ...]:  # Any: FlashInfer is untyped
