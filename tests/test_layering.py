@@ -42,8 +42,8 @@ LAYERS: tuple[tuple[str, bool, str], ...] = (
     (
         "running",
         True,
-        "runner tokenwise graphs sampling.draw sampling.filters sampling.grammar sampling.logprobs sampling.penalties "
-        "sampling.row sampling.rowwise sampling.sampler sampling.stopping sampling.transfer",
+        "runner tokenwise graphs segments sampling.draw sampling.filters sampling.grammar sampling.logprobs "
+        "sampling.penalties sampling.row sampling.rowwise sampling.sampler sampling.stopping sampling.transfer",
     ),
     (
         "engine",

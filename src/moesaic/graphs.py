@@ -43,14 +43,11 @@ class GraphableAttention(AttentionBackend, Protocol):
 
 
 def graph_sizes(max_rows: int) -> tuple[int, ...]:
-    """Return the numbers of rows to capture, ascending: powers of two, the last no smaller than ``max_rows``.
+    """Return the numbers of rows to capture, ascending: the powers of two below ``max_rows``, and that.
 
     Padding is cheap where experts dominate: a padded row touches none (H200, 2026-12-01, docs/benchmarks).
     """
-    sizes = [1]
-    while sizes[-1] < max_rows:
-        sizes.append(2 * sizes[-1])
-    return tuple(sizes)
+    return (*(1 << i for i in range((max_rows - 1).bit_length())), max_rows)
 
 
 def graph_refusal(model: object, attention: object, device: torch.device) -> Refused | None:
@@ -97,6 +94,8 @@ class DecodeGraphs:
         self._rows = torch.arange(most, device=device)
         self._logits = torch.zeros(most, model.info.vocab_size, dtype=torch.float32, device=device)
         self._pool = torch.cuda.graph_pool_handle()
+        # One for all: cuBLAS keeps a workspace for each stream.
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's own
         self._graphs: dict[int, _Graph] = {}
         for done, size in enumerate(reversed(self.sizes)):
             if progress is not None:
@@ -128,15 +127,17 @@ class DecodeGraphs:
     def _capture(self, size: int, attention: DecodeGraphAttention) -> _Graph:
         context = StepContext(batch=self._batch(size), store=self._store, attention=attention, attention_plan=None)
         attention.update((1,) * size, torch.zeros(size, dtype=torch.int32, device=self._model.device))
-        stream = torch.cuda.Stream(self._model.device)  # type: ignore[no-untyped-call]  # torch's own
-        stream.wait_stream(torch.cuda.current_stream(self._model.device))
+        device = self._model.device
+        stream = self._stream
+        stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             self._forward(size, context)  # compiles kernels and sets up libraries, which a capture must not
-        torch.cuda.current_stream(self._model.device).wait_stream(stream)
-        torch.cuda.synchronize(self._model.device)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+            stream.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            graph.capture_begin(pool=self._pool)
             self._forward(size, context)
+            graph.capture_end()
+        torch.cuda.current_stream(device).wait_stream(stream)
         return _Graph(attention, graph)
 
     def _forward(self, size: int, context: StepContext) -> None:

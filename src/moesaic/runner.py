@@ -7,6 +7,7 @@ from moesaic.batch import RaggedBatch
 from moesaic.graphs import DecodeGraphs
 from moesaic.kv.store import LayeredPagedKVStore
 from moesaic.models.base import CausalLM, StepContext
+from moesaic.segments import SegmentGraphs
 
 
 class ModelRunner:
@@ -18,6 +19,8 @@ class ModelRunner:
         self.store = store
         self.graphs: DecodeGraphs | None = None
         """Captured decode steps, if there are any."""
+        self.segments: SegmentGraphs | None = None
+        """Captured segments of other steps, if there are any."""
 
     @torch.inference_mode()
     def run(self, batch: RaggedBatch) -> torch.Tensor:
@@ -30,10 +33,16 @@ class ModelRunner:
         model = self.model
         if model.experts is not None:
             model.experts.begin_step(batch)
-        context = StepContext(
-            batch=batch, store=self.store, attention=self.attention, attention_plan=self.attention.plan(batch)
-        )
-        hidden = model.layers(model.embed(batch.token_ids), 0, model.info.num_layers, context)
+        hidden = self._hidden(batch)
         if not len(batch.logit_indices):
             return hidden.new_empty(0, model.info.vocab_size, dtype=torch.float32)
         return model.head(hidden.index_select(0, batch.logit_indices))
+
+    def _hidden(self, batch: RaggedBatch) -> torch.Tensor:
+        """Return hidden states [T, C] after the last layer."""
+        plan = self.attention.plan(batch)
+        if self.segments is not None and (size := self.segments.size_for(batch.num_tokens)) is not None:
+            return self.segments.run(batch, size, plan)
+        model = self.model
+        context = StepContext(batch=batch, store=self.store, attention=self.attention, attention_plan=plan)
+        return model.layers(model.embed(batch.token_ids), 0, model.info.num_layers, context)

@@ -77,13 +77,22 @@ def test_native_agrees_with_transformers_layers(family: str) -> None:
 
 @pytest.mark.parametrize("num_rows", range(1, MOST_ROWS + 1))
 def test_captured_steps_agree_with_eager_ones_for_every_number_of_rows(num_rows: int) -> None:
-    """Every captured size (1, 2, 4, 8, 16), one row less and one more."""
+    """Every captured size (1, 2, 4, 8, 9), one row less and one more."""
     model = model_of("qwen3_moe", torch.bfloat16)
     core = create_core(model)
     assert core.features()["cuda_graphs"]["active"], core.features()["cuda_graphs"]
     eager = create_core(model, cuda_graphs=False)
     assert not eager.features()["cuda_graphs"]["active"]
     assert_close(run(core, num_rows), run(eager, num_rows))
+
+
+def test_captured_segments_agree_with_eager_ones_in_mixed_steps() -> None:
+    """Prompts of 3 to 139 tokens in chunks of 24 beside decode rows: steps of many sizes, most of them padded."""
+    model = model_of("qwen3_moe", torch.bfloat16)
+    core, eager = create_core(model), create_core(model, cuda_graphs=False)
+    assert core.runner.segments is not None
+    assert eager.runner.segments is None
+    assert_close(run(core, MOST_ROWS, num_tokens=30), run(eager, MOST_ROWS, num_tokens=30))
 
 
 def test_a_captured_step_leaves_the_kv_of_others_alone() -> None:

@@ -23,6 +23,7 @@ from moesaic.engine.meters import StepMeters
 from moesaic.engine.prompt_logprobs import PromptLogprobs
 from moesaic.errors import EngineDeadError, Refused, RequestError
 from moesaic.experts.select import ExpertSelection, select_experts
+from moesaic.experts.triton import TritonExperts
 from moesaic.graphs import DecodeGraphs, GraphableAttention, graph_refusal
 from moesaic.kv.geometry import KVGeometry
 from moesaic.kv.store import LayeredPagedKVStore
@@ -39,6 +40,7 @@ from moesaic.sampling.rowwise import RowwiseSampler
 from moesaic.sampling.sampler import SampledTokens, Sampler
 from moesaic.sched.factory import make_scheduler
 from moesaic.sched.transaction import StepTransaction
+from moesaic.segments import SegmentGraphs
 from moesaic.sequence import Sequence
 from moesaic.tokenwise import TokenwiseRunner, check_tokenwise
 
@@ -128,11 +130,14 @@ class EngineCore:
         if not self.config.cuda_graphs:
             return Refused("switched off")
         refusal = graph_refusal(self.model, self.attention.backend, self.model.device)
-        if refusal is None and isinstance(self.model, NativeCausalLM):
+        experts = self.model.experts
+        if refusal is None and isinstance(self.model, NativeCausalLM) and isinstance(experts, TritonExperts):
             graphable = cast(GraphableAttention, self.attention.backend)  # graph_refusal has looked
-            self.runner.graphs = DecodeGraphs(
-                self.model, graphable, self.runner.store, self.config.max_batch_size, progress
-            )
+            store = self.runner.store
+            max_rows = min(self.config.max_batch_size, experts.max_tokens)
+            self.runner.graphs = DecodeGraphs(self.model, graphable, store, max_rows, progress)
+            max_tokens = min(self.config.max_tokens_per_step, experts.max_tokens)
+            self.runner.segments = SegmentGraphs(self.model, graphable, store, max_tokens, progress)
         return refusal
 
     @classmethod

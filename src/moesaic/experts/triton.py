@@ -59,6 +59,11 @@ class TritonExperts:
         }
         self.plans = tuple(plans.values())
 
+    @property
+    def max_tokens(self) -> int:
+        """Most tokens of a step that every fused layer computes by itself."""
+        return min(plan.max_tokens for plan in self.plans)
+
     def begin_step(self, batch: RaggedBatch) -> None:
         """Change nothing: every expert is there already."""
 
@@ -82,7 +87,7 @@ class TritonExperts:
         return self.resident.stats() | {
             "backend": self.name,
             "num_layers_by_triton": len(self._layers),
-            "triton_max_tokens": min((plan.max_tokens for plan in self.plans), default=0),
+            "triton_max_tokens": self.max_tokens,
             "triton_tables": "; ".join(sorted({plan.table.source for plan in self.plans})),
             "triton_refusals": "; ".join(sorted({str(refusal) for refusal in self.refusals.values()})),
             "triton_scratch_bytes": sum(plan.num_bytes for plan in self.plans),

@@ -93,31 +93,46 @@ class NativeCausalLM:
         """Return hidden states [T, C] after layers ``[first, last)``."""
         residual: torch.Tensor | None = None
         for index in range(first, last):
-            layer = self._layers[index]
-            normed, residual = self.kernels.rms_norm(hidden, layer.input_norm, self._eps, residual)
-            mixed = self._attend(index, layer, normed, context)
-            normed, residual = self.kernels.rms_norm(mixed, layer.expert_norm, self._eps, residual)
-            hidden = self._route(index, layer, normed, context)
+            query, residual = self.project(index, hidden, residual, context)
+            mixed = context.attention.run(
+                context.attention_plan, query, *context.store.pages(index), self.attention_params(index)
+            )
+            hidden, residual = self.route(index, mixed, residual, context)
         return hidden if residual is None else hidden + residual
 
-    def _attend(self, index: int, layer: _Layer, normed: torch.Tensor, context: StepContext) -> torch.Tensor:
-        batch, pages = context.batch, context.store.pages(index)
+    # A layer is ``project``, attention, ``route``; hidden states are ``hidden + residual`` between them.
+
+    def attention_params(self, index: int) -> AttentionParams:
+        """Return what layer ``index`` asks of attention."""
+        return self._layers[index].attention
+
+    def project(
+        self, index: int, hidden: torch.Tensor, residual: torch.Tensor | None, context: StepContext
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the queries [T, H, D] of layer ``index`` and the sum of its inputs [T, C]; write its KV."""
+        layer, batch = self._layers[index], context.batch
+        normed, residual = self.kernels.rms_norm(hidden, layer.input_norm, self._eps, residual)
         query = self.kernels.norm_rope_write(
             functional.linear(normed, layer.qkv), layer.q_norm, layer.k_norm, self._cos_sin, batch.positions,
-            batch.slot_mapping, *pages, self._eps, self.info.num_query_heads, self._num_kv_heads,
+            batch.slot_mapping, *context.store.pages(index), self._eps, self.info.num_query_heads, self._num_kv_heads,
         )  # fmt: skip
-        mixed = context.attention.run(context.attention_plan, query, *pages, layer.attention)
-        return functional.linear(mixed.reshape(len(mixed), -1), layer.output)
+        return query, residual
 
-    def _route(self, index: int, layer: _Layer, normed: torch.Tensor, context: StepContext) -> torch.Tensor:
+    def route(
+        self, index: int, mixed: torch.Tensor, residual: torch.Tensor, context: StepContext
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the experts' output [T, C] of layer ``index`` after attention [T, H, D], and what to add to it."""
         assert self.experts is not None  # native_refusal asks for them
+        layer = self._layers[index]
+        hidden = functional.linear(mixed.reshape(len(mixed), -1), layer.output)
+        normed, residual = self.kernels.rms_norm(hidden, layer.expert_norm, self._eps, residual)
         weights, ids = self.kernels.route(
             functional.linear(normed, layer.router),
             self.info.num_experts_per_token,
             self._renormalises,
             context.batch.num_valid_tokens,
         )
-        return self.experts.forward(index, normed, ids, weights)
+        return self.experts.forward(index, normed, ids, weights), residual
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits [S, V] in float32 for hidden states [S, C]."""
