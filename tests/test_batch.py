@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moesaic.batch import RaggedBatch
+from moesaic.batch import RaggedBatch, packed_copy
 from moesaic.errors import InvariantError
 from moesaic.kv.table import BlockTable, slot_mapping
 from moesaic.sched.plan import PagedBatchLengths
@@ -67,3 +67,20 @@ def test_logits_are_wanted_for_decode_rows_and_terminal_chunks_only() -> None:
     assert batch.token_ids[1:9].tolist() == list(long[:8])
     assert batch.token_ids.dtype == torch.int64
     assert batch.block_tables.dtype == torch.int32
+
+
+def test_a_packed_copy_holds_what_went_in_each_part_aligned() -> None:
+    """What a GPU gets in one copy; here to another buffer of the CPU."""
+    parts = {
+        "odd": torch.arange(3, dtype=torch.int64),
+        "none": torch.empty(0, dtype=torch.int64),
+        "table": torch.arange(10, dtype=torch.int32).view(5, 2),
+        "empty_table": torch.empty(4, 0, dtype=torch.int32),
+        "last": torch.arange(200, dtype=torch.int32),
+    }
+    copies = packed_copy(parts, torch.device("cpu"))
+    assert list(copies) == list(parts)
+    for name, part in parts.items():
+        torch.testing.assert_close(copies[name], part, rtol=0, atol=0)
+        assert copies[name].storage_offset() * part.element_size() % 512 == 0
+    assert len({copy.untyped_storage().data_ptr() for copy in copies.values()}) == 1

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,6 +16,8 @@ from moesaic.errors import InvariantError
 from moesaic.kv.table import PagedKVCache
 from moesaic.sched.plan import PagedBatchLengths, StepPlan
 from moesaic.sequence import SeqId, Sequence
+
+_ALIGNMENT_BYTES = 512  # of torch's allocator on CUDA
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,17 +110,23 @@ class RaggedBatch:
         slots = table[row_of_token, positions // block_size].astype(np.int64) * block_size + positions % block_size
         last = offsets[1:][np.asarray(sampling_rows, dtype=np.int64)] - 1
         logit_indices = np.concatenate([last, np.asarray(extra_logit_indices, dtype=np.int64)])
+        tensors = _upload(
+            {
+                "token_ids": token_ids,
+                "positions": positions,
+                "slot_mapping": slots,
+                "logit_indices": logit_indices,
+                "block_tables": table,
+                "page_indices": flat,
+            },
+            torch.device(device),
+        )
         return cls(
             lengths=lengths,
             num_decode_rows=num_decode_rows,
             block_size=block_size,
-            token_ids=_to(token_ids, device),
-            positions=_to(positions, device),
-            slot_mapping=_to(slots, device),
-            block_tables=_to(table, device),
-            logit_indices=_to(logit_indices, device),
             num_sampling_rows=len(sampling_rows),
-            page_indices=_to(flat, device),
+            **tensors,
         )
 
 
@@ -134,8 +144,29 @@ def _page_tables(
     return flat, table
 
 
-def _to(array: NDArray[np.int64] | NDArray[np.int32], device: torch.device | str) -> torch.Tensor:
-    tensor = torch.from_numpy(np.ascontiguousarray(array))
-    if torch.device(device).type == "cpu":
-        return tensor
-    return tensor.pin_memory().to(device, non_blocking=True)
+def _upload(arrays: Mapping[str, NDArray[Any]], device: torch.device) -> dict[str, torch.Tensor]:
+    """Return the arrays (Any: int64 or int32) on ``device``, by one copy from pinned memory; waits for nothing."""
+    tensors = {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()}
+    return tensors if device.type == "cpu" else packed_copy(tensors, device)
+
+
+def packed_copy(tensors: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
+    """Return copies of host tensors on ``device``, views of one buffer that one copy fills.
+
+    Each begins where torch's own allocations could: kernels are compiled anew for less aligned addresses.
+    """
+    ends = list(accumulate(_aligned(t.nbytes) for t in tensors.values()))
+    is_pinned = device.type == "cuda"
+    staging = torch.empty(ends[-1], dtype=torch.uint8, pin_memory=is_pinned)
+    spans = {
+        name: slice(end - _aligned(t.nbytes), end - _aligned(t.nbytes) + t.nbytes)
+        for (name, t), end in zip(tensors.items(), ends, strict=True)
+    }
+    for name, tensor in tensors.items():
+        staging[spans[name]].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+    buffer = staging.to(device, non_blocking=True)
+    return {name: buffer[spans[name]].view(t.dtype).view(t.shape) for name, t in tensors.items()}
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES

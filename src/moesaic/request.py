@@ -124,6 +124,18 @@ class SamplingParams:
     def is_greedy(self) -> bool:
         return self.temperature == 0.0
 
+    @property
+    def changes_logits(self) -> bool:
+        """Whether the logits are changed before a token is chosen (a grammar aside)."""
+        return (
+            self.min_tokens > 0
+            or self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+            or self.logit_bias is not None
+            or self.allowed_token_ids is not None
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:

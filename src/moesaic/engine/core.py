@@ -400,6 +400,7 @@ def engine_dead(cause: BaseException) -> EngineDeadError:
 
 
 def _sampling_row(seq: Sequence) -> SamplingRow:
-    request = seq.request
-    prompt = seq.tokens(0, seq.num_prompt_tokens)  # an array view: penalties would convert a tuple in every step
-    return SamplingRow(request.sampling_params, prompt, seq.output_token_ids, seq.seed)
+    params = seq.request.sampling_params
+    # An array view: penalties would convert a tuple in every step. Nobody else reads the prompt.
+    prompt = seq.tokens(0, seq.num_prompt_tokens) if params.changes_logits else ()
+    return SamplingRow(params, prompt, seq.output_token_ids, seq.seed)

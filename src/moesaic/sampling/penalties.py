@@ -22,6 +22,8 @@ def adjusted_logits(
 
     ``logits`` itself, unchanged, if no row asks for any of them; otherwise a changed copy.
     """
+    if not any(row.allowed_tokens is not None or row.params.changes_logits for row in rows):
+        return logits  # the usual step, whose rows are looked at once
     biased = [i for i, row in enumerate(rows) if row.params.logit_bias]
     early = [i for i, row in enumerate(rows) if len(row.output_token_ids) < row.params.min_tokens]
     repeated = [i for i, row in enumerate(rows) if row.params.repetition_penalty != 1.0]

@@ -71,9 +71,10 @@ class Sampler:
         scores = adjusted_logits(logits, rows, self.eos_token_ids)
         best, token_ids = scores.max(dim=-1)
         token_ids = _with_random_choices(token_ids, best, scores, rows)
-        # The largest value of a row is NaN, infinite or minus infinity exactly when the row is unusable.
-        raw_best = best if scores is logits else logits.amax(dim=-1)
-        token_ids = token_ids.masked_fill(~best.isfinite(), _NOTHING_LEFT).masked_fill(~raw_best.isfinite(), _BROKEN)
+        if scores is not logits:
+            token_ids = _marked(token_ids, best, _NOTHING_LEFT)
+            best = logits.amax(dim=-1)
+        token_ids = _marked(token_ids, best, _BROKEN)
         asking = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
         packed = self._packed(logits, token_ids, rows, asking) if asking else None
         chosen = token_ids.tolist()
@@ -111,6 +112,11 @@ class Sampler:
             index = to_device(np.array(asking, dtype=np.int64), logits.device)
             logits, token_ids = logits[index], token_ids[index]
         return packed_logprobs(logits, token_ids.clamp(min=0), num_top)
+
+
+def _marked(token_ids: torch.Tensor, best: torch.Tensor, mark: int) -> torch.Tensor:
+    """Return ``token_ids`` [S], ``mark`` where a row is unusable: its largest value is NaN or infinite exactly then."""
+    return torch.where(best.abs() < torch.inf, token_ids, mark)
 
 
 def _with_random_choices(
