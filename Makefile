@@ -46,7 +46,7 @@ test-clients: $(READY) $(CLIENTS)/.installed ## other people's clients (openai f
 $(CLIENTS)/.installed: tests/clients/requirements.txt tests/clients/openai_node.mjs
 	$(PYTHON) -m venv $(CLIENTS)/venv
 	$(CLIENTS)/venv/bin/python -m pip install --disable-pip-version-check --quiet --no-compile -r tests/clients/requirements.txt
-	npm install --no-save --no-package-lock --silent --prefix $(CLIENTS) $(OPENAI_NODE)
+	timeout 300 npm install --no-save --no-package-lock --no-audit --no-fund --legacy-peer-deps --silent --prefix $(CLIENTS) $(OPENAI_NODE)
 	cp tests/clients/openai_node.mjs $(CLIENTS)/
 	@touch $@
 

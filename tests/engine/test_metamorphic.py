@@ -73,10 +73,12 @@ class RecordingSampler(RowwiseSampler):
     def __init__(self, model: HFCausalLM) -> None:
         super().__init__(vocab_size=model.info.vocab_size, eos_token_ids=model.info.eos_token_ids)
         self.logits: dict[Position, torch.Tensor] = {}
+        self.owners: dict[int, int] = {}
+        """Which request each parameters object belongs to, by its ``id``."""
 
     def sample(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> SampledTokens:
         for row, seen in zip(rows, logits, strict=True):
-            position = Position(PROMPTS.index(tuple(row.prompt_token_ids)), len(row.output_token_ids))
+            position = Position(self.owners[id(row.params)], len(row.output_token_ids))
             assert torch.equal(self.logits.setdefault(position, seen.clone()), seen), position
         return super().sample(logits, rows)
 
@@ -123,7 +125,9 @@ def drain(core: EngineCore, requests: Sequence[int], before_step: BeforeStep = l
     """Run ``requests`` to their end; planted faults are stepped over."""
     core.sampler = sampler = RecordingSampler(model_of_core(core))
     for request in requests:
-        core.add_request(str(request), PROMPTS[request], params_of(request))
+        params = params_of(request)
+        sampler.owners[id(params)] = request
+        core.add_request(str(request), PROMPTS[request], params)
     record, index = Record(logits=sampler.logits), 0
     while core.has_pending_requests():
         before_step(core, index)
