@@ -28,7 +28,8 @@ LAYERS: tuple[tuple[str, bool, str], ...] = (
     (
         "backends",
         True,
-        "kernels.reference kernels.tiles kernels.norm kernels.rope kernels.routing kernels.experts kernels.select "
+        "kernels.reference kernels.tiles kernels.launch kernels.norm kernels.rope kernels.routing kernels.experts "
+        "kernels.select "
         "attention.base attention.reference attention.flashinfer attention.select "
         "experts.base experts.resident experts.offloaded experts.transfer "
         "experts.tuning experts.triton experts.select",
@@ -36,8 +37,8 @@ LAYERS: tuple[tuple[str, bool, str], ...] = (
     (
         "models",
         True,
-        "models.base models.info models.families models.hf models.native models.select models.loader models.weights "
-        "experts.tuner",
+        "models.base models.info models.families models.hf models.native models.compile models.select models.loader "
+        "models.weights experts.tuner",
     ),
     (
         "running",
@@ -50,7 +51,8 @@ LAYERS: tuple[tuple[str, bool, str], ...] = (
         True,
         "engine.memory engine.model_plan "
         "engine.deadlines engine.core engine.llm engine.client engine.process engine.detokenizer "
-        "engine.outputs engine.prompt_logprobs engine.loop engine.chunk_budget engine.supervisor engine.meters",
+        "engine.outputs engine.prompt_logprobs engine.loop engine.chunk_budget engine.supervisor engine.meters "
+        "engine.stages",
     ),
     (
         "edges",

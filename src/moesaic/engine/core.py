@@ -21,6 +21,7 @@ from moesaic.engine.deadlines import Deadlines
 from moesaic.engine.memory import FreeMemory, context_length, plan_memory, resolve_device
 from moesaic.engine.meters import StepMeters
 from moesaic.engine.prompt_logprobs import PromptLogprobs
+from moesaic.engine.stages import StageClock
 from moesaic.errors import EngineDeadError, Refused, RequestError
 from moesaic.experts.select import ExpertSelection, select_experts
 from moesaic.experts.triton import TritonExperts
@@ -29,6 +30,7 @@ from moesaic.kv.geometry import KVGeometry
 from moesaic.kv.store import LayeredPagedKVStore
 from moesaic.kv.swap import HostSwapPool
 from moesaic.models.base import CausalLM
+from moesaic.models.compile import compile_kernels, step_sizes
 from moesaic.models.loader import load_model, load_tokenizer
 from moesaic.models.native import NativeCausalLM
 from moesaic.models.select import ModelSelection, select_model
@@ -63,15 +65,17 @@ class EngineCore:
         clock: Callable[[], float] = time.monotonic,
         load_tokenizer: LoadTokenizer | None = None,
         progress: Progress | None = None,
+        stages: StageClock | None = None,
     ) -> None:
         """``load_tokenizer`` is called once a request has a grammar; without it such requests are refused.
 
-        ``progress`` is told what is done and how far, in [0, 1].
+        ``progress`` is told what is done and how far, in [0, 1]; ``stages`` goes on from what came before.
         """
         config.validate()
         self.config = config
         if config.batch_invariant:
             check_tokenwise(model.device)
+        self.stages = StageClock() if stages is None else stages
         self.definition: ModelSelection = select_model(config.model_impl, model, strict=config.strict)
         model = self.model = self.definition.model
         self.max_model_len = context_length(config, model.info.max_model_len)
@@ -87,9 +91,11 @@ class EngineCore:
             strict=config.strict,
         )
         model.experts = self.experts.backend
+        self.stages.lap("choose kernels")
         self.memory = plan_memory(config, geometry, self.max_model_len, FreeMemory.of(model.device))
         num_blocks = self.memory.num_kv_blocks
         store = LayeredPagedKVStore(geometry, num_blocks, model.dtype, model.device)
+        self.stages.lap("allocate KV")
         self.attention.backend.prepare(
             AttentionLimits(
                 geometry=geometry,
@@ -102,7 +108,11 @@ class EngineCore:
         )
         make_runner = TokenwiseRunner if config.batch_invariant else ModelRunner
         self.runner = make_runner(model, self.attention.backend, store)
+        self.stages.lap("prepare attention")
+        self._compile_kernels(progress)
+        self.stages.lap("compile kernels")
         self._graph_refusal = self._capture_graphs(progress)
+        self.stages.lap("capture steps")
         self.scheduler = make_scheduler(
             config,
             num_blocks=num_blocks,
@@ -124,6 +134,18 @@ class EngineCore:
         self._failed_step: StepTransaction | None = None
         self._death_cause: BaseException | None = None
         logger.info("kv budget: blocks=%d block_size=%d bytes=%d", num_blocks, config.block_size, self.memory.kv_bytes)
+
+    def _compile_kernels(self, progress: Progress | None) -> None:
+        """Compile what steps of any size will need, if kernels are compiled at all."""
+        model, experts = self.model, self.model.experts
+        if not isinstance(model, NativeCausalLM) or not isinstance(experts, TritonExperts):
+            return
+        if progress is not None:
+            progress("compile kernels", 0.0)
+        sizes = step_sizes(min(self.config.max_tokens_per_step, experts.max_tokens))
+        compile_kernels(model, self.attention.backend, self.runner.store, sizes)
+        if progress is not None:
+            progress("compile kernels", 1.0)
 
     def _capture_graphs(self, progress: Progress | None) -> Refused | None:
         """Capture decode steps, or return why there are no graphs."""
@@ -147,12 +169,14 @@ class EngineCore:
         Raises: ``ModelLoadError``, ``ConfigError``.
         """
         config.validate()
+        stages = StageClock()
         device = resolve_device(config.device)
         dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
         model = load_model(
             path, dtype=dtype, device=device, load_format=config.load_format, seed=config.seed, progress=progress
         )
-        return cls(model, config, load_tokenizer=partial(load_tokenizer, path), progress=progress)
+        stages.lap("load model")
+        return cls(model, config, load_tokenizer=partial(load_tokenizer, path), progress=progress, stages=stages)
 
     def prepare_grammars(self) -> None:
         """Do now what the first request with a grammar would make all others wait for, up to seconds."""
@@ -353,6 +377,7 @@ class EngineCore:
             "swap_copied_bytes": self.swap_pool.num_copied_bytes,
             "num_grammars": len(self._grammars),
             "max_model_len": self.max_model_len,
+            "start_up_seconds": dict(self.stages.seconds),
             "features": self.features(),
             **self._meters.stats(),
         }

@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from moesaic.kernels.launch import launch
 from moesaic.kernels.routing import RowBlocks, most_blocks, sort_by_expert
 from moesaic.kernels.tiles import ExpertTiles, Tile
 
@@ -67,28 +68,36 @@ def fused_experts(
     else:
         sort_by_expert(ids, slots.numel(), tiles.block_m, scratch.blocks, overlaps)
         num_blocks = most_blocks(num_pairs, slots.numel(), tiles.block_m)
-    launch = partial(
-        _launch, ids=ids, slots=slots, blocks=scratch.blocks, num_blocks=num_blocks, tiles=tiles, overlaps=overlaps
+    product = partial(
+        _launch_product,
+        ids=ids,
+        slots=slots,
+        blocks=scratch.blocks,
+        num_blocks=num_blocks,
+        tiles=tiles,
+        overlaps=overlaps,
     )
-    launch(_gate_up_kernel, tiles.gate_up, x, gate_up, scratch.hidden)
+    product(_gate_up_kernel, tiles.gate_up, x, gate_up, scratch.hidden)
     if tiles.sums_in_down:
         _launch_down_sum(down, ids, weights, slots, scratch, out, tiles.down, overlaps)
         return out
-    launch(_down_kernel, tiles.down, scratch.hidden, down, scratch.outputs)
-    _sum_kernel[(num_tokens, triton.cdiv(width, _SUM_COLUMNS))](
+    product(_down_kernel, tiles.down, scratch.hidden, down, scratch.outputs)
+    launch(
+        _sum_kernel, (num_tokens, triton.cdiv(width, _SUM_COLUMNS)),
         scratch.outputs, ids, weights, out, width=width, num_chosen=ids.shape[1], block=_SUM_COLUMNS,
         overlaps=overlaps, num_warps=4, launch_pdl=overlaps,
     )  # fmt: skip
     return out
 
 
-def _launch(
+def _launch_product(
     kernel: Any, tile: Tile, source: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, *, ids: torch.Tensor,
     slots: torch.Tensor, blocks: RowBlocks, num_blocks: int, tiles: ExpertTiles, overlaps: bool,
 ) -> None:  # fmt: skip
     """Launch one product (Any: a Triton function) over ``num_blocks`` row blocks, ``source`` to ``target``."""
     columns, depth = target.shape[1], source.shape[1]
-    kernel[(num_blocks * triton.cdiv(columns, tile.block_n),)](
+    launch(
+        kernel, (num_blocks * triton.cdiv(columns, tile.block_n),),
         source, weight, target, ids, blocks.pairs, blocks.experts, blocks.starts, blocks.ends, blocks.num_blocks, slots,
         source.stride(0), weight.stride(0), num_blocks,
         columns=columns, depth=depth, num_chosen=ids.shape[1], is_pairwise=tiles.is_pairwise, block_m=tiles.block_m,
@@ -102,7 +111,8 @@ def _launch_down_sum(
     out: torch.Tensor, tile: Tile, overlaps: bool,
 ) -> None:  # fmt: skip
     (num_tokens, columns), depth = out.shape, down.shape[2]
-    _down_sum_kernel[(num_tokens * triton.cdiv(columns, tile.block_n),)](
+    launch(
+        _down_sum_kernel, (num_tokens * triton.cdiv(columns, tile.block_n),),
         scratch.hidden, down, ids, weights, slots, out, scratch.hidden.stride(0), down.stride(0),
         columns=columns, depth=depth, num_chosen=ids.shape[1], choices=triton.next_power_of_2(ids.shape[1]),
         block_n=tile.block_n, block_k=min(tile.block_k, triton.next_power_of_2(depth)),
@@ -130,7 +140,7 @@ def _tile_of(num_blocks, columns: tl.constexpr, block_n: tl.constexpr, group_m: 
     return group * group_m + within % size, within // size
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_blocks"])
 def _gate_up_kernel(
     x, weight, hidden, ids, pairs, experts, starts, ends, num_set, slots, x_stride, slot_stride, num_blocks,
     columns: tl.constexpr, depth: tl.constexpr, num_chosen: tl.constexpr, is_pairwise: tl.constexpr,
@@ -180,7 +190,7 @@ def _gate_up_kernel(
     tl.store(target, value.to(hidden.dtype.element_ty), mask=is_row[:, None] & (column < columns)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_blocks"])
 def _down_kernel(
     hidden, weight, outputs, ids, pairs, experts, starts, ends, num_set, slots, hidden_stride, slot_stride, num_blocks,
     columns: tl.constexpr, depth: tl.constexpr, num_chosen: tl.constexpr, is_pairwise: tl.constexpr,

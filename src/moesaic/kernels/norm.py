@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from moesaic.kernels.launch import launch
+
 
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
@@ -15,7 +17,8 @@ def rms_norm(
     normed = torch.empty((num_tokens, width), dtype=x.dtype, device=x.device)
     total = x if residual is None else torch.empty_like(normed)
     if num_tokens:
-        _rms_norm_kernel[(num_tokens,)](
+        launch(
+            _rms_norm_kernel, (num_tokens,),
             x, residual, weight, normed, total, x.stride(0), 0 if residual is None else residual.stride(0), eps,
             width=width, block=triton.next_power_of_2(width), has_residual=residual is not None,
             num_warps=8 if width > 1024 else 4,

@@ -8,6 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
+from moesaic.kernels.launch import launch
+
 _MOST_HEADS = 8  # heads per program: fewer programs for long chunks, enough of them for one row
 
 
@@ -29,7 +31,8 @@ def norm_rope_write(
     query = torch.empty((num_tokens, num_heads, dim), dtype=qkv.dtype, device=qkv.device)
     heads = math.gcd(num_heads, num_kv_heads, _MOST_HEADS)
     if num_tokens:
-        _norm_rope_write_kernel[(num_tokens, (num_heads + 2 * num_kv_heads) // heads)](
+        launch(
+            _norm_rope_write_kernel, (num_tokens, (num_heads + 2 * num_kv_heads) // heads),
             qkv, q_weight, k_weight, cos_sin, positions, slot_mapping, key_pages, value_pages, query,
             qkv.stride(0), *key_pages.stride()[:3], *value_pages.stride()[:3], eps,
             block_size=key_pages.shape[1], num_heads=num_heads, num_kv_heads=num_kv_heads, dim=dim, heads=heads,

@@ -8,6 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
+from moesaic.kernels.launch import launch
+
 _MOST_PAIRS = 4096  # pairs that a program sorts at once
 
 
@@ -19,7 +21,8 @@ def route(
     weights = torch.empty((num_tokens, top_k), dtype=torch.float32, device=logits.device)
     ids = torch.empty((num_tokens, top_k), dtype=torch.int32, device=logits.device)
     if num_tokens:
-        _route_kernel[(num_tokens,)](
+        launch(
+            _route_kernel, (num_tokens,),
             logits, num_valid, weights, ids, logits.stride(0),
             num_experts=num_experts, block=triton.next_power_of_2(num_experts),
             top_k=top_k, choices=triton.next_power_of_2(top_k),
@@ -95,7 +98,8 @@ def sort_by_expert(
     """
     num_pairs = ids.numel()
     chunk = min(_MOST_PAIRS, max(32, triton.next_power_of_2(num_pairs)))
-    _sort_kernel[(num_experts,)](
+    launch(
+        _sort_kernel, (num_experts,),
         ids, blocks.pairs, blocks.experts, blocks.starts, blocks.ends, blocks.num_blocks, num_pairs,
         num_experts=num_experts, bins=triton.next_power_of_2(num_experts + 1),
         chunk=chunk, block_m=block_m, most_own=triton.next_power_of_2(triton.cdiv(num_pairs, block_m)),
@@ -103,7 +107,7 @@ def sort_by_expert(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs"])
 def _sort_kernel(
     ids, sorted_pairs, block_experts, block_starts, block_ends, num_blocks, num_pairs,
     num_experts: tl.constexpr, bins: tl.constexpr, chunk: tl.constexpr, block_m: tl.constexpr,
