@@ -101,7 +101,7 @@ class SegmentGraphs:
         for index, graph in enumerate(captured.graphs[:-1]):
             graph.replay()
             params = self._model.attention_params(index)
-            mixed.copy_(self._attention.run(attention_plan, query, *self._store.pages(index), params))
+            self._attention.run(attention_plan, query, *self._store.pages(index), params, out=mixed)
         captured.graphs[-1].replay()
         return captured.hidden[:num_tokens]
 

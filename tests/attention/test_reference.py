@@ -63,9 +63,9 @@ class Case:
             sampling_rows=[],
         )
 
-    def run(self, params: AttentionParams) -> torch.Tensor:
+    def run(self, params: AttentionParams, out: torch.Tensor | None = None) -> torch.Tensor:
         backend = TorchAttention()
-        return backend.run(backend.plan(self.batch), self.query, self.key_pages, self.value_pages, params)
+        return backend.run(backend.plan(self.batch), self.query, self.key_pages, self.value_pages, params, out)
 
     def expected(self, params: AttentionParams) -> torch.Tensor:
         offsets = self.lengths.query_offsets
@@ -128,6 +128,13 @@ FEATURES = [
 def test_mixed_batches_equal_the_oracle(heads, dims, features) -> None:
     case = Case(MIXED, heads=heads, dims=dims)
     _assert_equal(case, _params(case, **features))
+
+
+def test_the_output_lies_where_it_was_asked_for() -> None:
+    case = Case(MIXED, heads=(4, 2), dims=(12, 8))
+    out = torch.full((*case.query.shape[:2], 8), math.nan)
+    assert case.run(_params(case), out).data_ptr() == out.data_ptr()
+    torch.testing.assert_close(out, case.run(_params(case)), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 16])

@@ -100,6 +100,14 @@ def test_output_equals_torch_in_float32(heads: tuple[int, int], rows: Rows) -> N
     Step(rows, heads).check(create_backend(heads), PLAIN)
 
 
+def test_the_output_lies_where_it_was_asked_for(backend: FlashInferAttention) -> None:
+    step = Step(DECODE + CHUNKS)
+    out = torch.full((len(step.query) + 3, 32, 128), math.nan, device="cuda").bfloat16()[: len(step.query)]
+    returned = backend.run(backend.plan(step.batch), step.query, *step.pages, PLAIN, out=out)
+    assert returned.data_ptr() == out.data_ptr()
+    torch.testing.assert_close(out.float(), step.expected(PLAIN), atol=TOLERANCE, rtol=TOLERANCE)
+
+
 @pytest.mark.parametrize("context", [0, 1, 15, 16, 17, 1000])
 @pytest.mark.parametrize("query", [1, 2, 15, 16, 17, 127, 128, 129])
 def test_page_and_tile_edges(backend: FlashInferAttention, query: int, context: int) -> None:

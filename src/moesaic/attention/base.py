@@ -67,8 +67,9 @@ class AttentionBackend(Protocol):
         key_pages: torch.Tensor,
         value_pages: torch.Tensor,
         params: AttentionParams,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the attention output [T, H, Dv] of the step's query tokens [T, H, D].
+        """Return the attention output [T, H, Dv] of the step's query tokens [T, H, D]; in ``out`` if it is given.
 
         The step's own keys and values are already in the pages (``[N, B, K, D]`` and ``[N, B, K, Dv]``):
         row ``r`` sees positions ``[0, kv_seq_lengths[r])`` of its block table, causally.

@@ -107,15 +107,16 @@ class FlashInferAttention:
         key_pages: torch.Tensor,
         value_pages: torch.Tensor,
         params: AttentionParams,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the attention output [T, H, D] of ``query`` [T, H, D] in its dtype; waits for nothing.
+        """Return the attention output [T, H, D] of ``query`` [T, H, D] in its dtype, in ``out`` if given; never waits.
 
         Raises: ``InvariantError`` if the tokens are not the plan's.
         """
         if len(query) != plan.num_tokens:
             raise InvariantError(f"query has {len(query)} tokens but the step was planned for {plan.num_tokens}")
         kind, query = _LayerKind.of(query, key_pages, params), query.contiguous()
-        out = torch.empty_like(query)
+        out = torch.empty_like(query) if out is None else out
         for wrapper, first, last in plan.parts(kind, self):
             _run(wrapper, query[first:last], (key_pages, value_pages), out[first:last], params)
         return out
@@ -333,6 +334,7 @@ class DecodeGraphAttention:
         key_pages: torch.Tensor,
         value_pages: torch.Tensor,
         params: AttentionParams,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the attention output [num_rows, H, D]; in a capture, of whatever ``update`` says before a replay.
 
@@ -344,7 +346,7 @@ class DecodeGraphAttention:
         if kind not in self._wrappers:
             self._join(kind, self._rows)
         query = query.contiguous()
-        out = torch.empty_like(query)
+        out = torch.empty_like(query) if out is None else out
         _run(self._wrappers[kind], query, (key_pages, value_pages), out, params)
         return out
 

@@ -66,15 +66,16 @@ class TorchAttention:
         key_pages: torch.Tensor,
         value_pages: torch.Tensor,
         params: AttentionParams,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the attention output [T, H, Dv] of ``query`` [T, H, D] in the dtype of ``query``.
+        """Return the attention output [T, H, Dv] of ``query`` [T, H, D] in the dtype of ``query``, in ``out`` if given.
 
         Softmax is in float32. Memory beyond the output: one group's keys, values, mask and, with sinks or a
         softcap, scores. Raises: ``InvariantError`` if the heads do not divide or the tokens are not the batch's.
         """
         _check_shapes(plan, query, key_pages)
         keys, values = key_pages.flatten(0, 1), value_pages.flatten(0, 1)
-        out = query.new_empty(*query.shape[:2], value_pages.shape[3])
+        out = query.new_empty(*query.shape[:2], value_pages.shape[3]) if out is None else out
         kind = _LayerKind.of(query, key_pages, value_pages, params)
         for group in plan.groups(kind):
             attended = _attend(group, query, keys, values, params, kind)
