@@ -62,6 +62,10 @@ class InvariantError(MoesaicError, AssertionError):
     """An internal rule is broken: always a bug in Moesaic, never the user's."""
 
 
+class EngineDrainingError(MoesaicError):
+    """The engine takes no more requests because it is being stopped; those that run may end."""
+
+
 class EngineDeadError(MoesaicError, RuntimeError):
     """The engine has stopped and serves nothing any more; the cause is chained."""
 

@@ -1,7 +1,6 @@
 """The engine's thread serves every waiter or tells it why not."""
 
 import asyncio
-import queue
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from pathlib import Path
@@ -12,9 +11,21 @@ import pytest
 from moesaic.config import EngineConfig
 from moesaic.engine.client import DeltaStream, Submission, ThreadEngineClient
 from moesaic.engine.core import EngineCore
-from moesaic.engine.loop import AddRequests, Answer, Command, EngineLoop, Event, NewRequest, Stop
-from moesaic.engine.outputs import OutputProcessor, TextDelta
-from moesaic.errors import EngineDeadError, RequestError
+from moesaic.engine.loop import (
+    AbortRequests,
+    AddRequests,
+    Answer,
+    Command,
+    EngineLoop,
+    Event,
+    NewRequest,
+    PauseRequests,
+    ResumeRequests,
+    StepDone,
+    Stop,
+)
+from moesaic.engine.outputs import TextDelta
+from moesaic.errors import EngineDeadError, EngineDrainingError, RequestError
 from moesaic.models.hf import HFCausalLM
 from moesaic.models.loader import load_model
 from moesaic.request import SamplingParams, StepOutput
@@ -289,26 +300,76 @@ def test_the_thread_ends_when_its_event_loop_is_gone(model: HFCausalLM) -> None:
         assert not thread.is_alive()
 
 
-def test_each_step_is_reported_in_one_piece(model: HFCausalLM) -> None:
-    commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
-    rounds: list[list[Event]] = []
+class Commands:
+    """Commands in a row, then a stop once the loop would wait."""
 
-    def emit(events: list[Event]) -> None:
-        rounds.append(events)
-        if any(isinstance(event, TextDelta) and event.finish_reason for event in events):
-            commands.put(Stop())
+    def __init__(self, *commands: Command) -> None:
+        self.commands = list(commands)
 
-    requests = (
-        NewRequest(
-            request_id=str(i),
-            prompt=None,
-            prompt_token_ids=prompt,
-            sampling_params=submission().sampling_params,
-            arrival_s=0.0,
-        )
-        for i, prompt in enumerate(PROMPTS)
+    def take(self, *, may_wait: bool) -> Command | None:
+        return self.commands.pop(0) if self.commands else Stop() if may_wait else None
+
+
+def new_requests(*prompts: tuple[int, ...]) -> tuple[NewRequest, ...]:
+    params = submission().sampling_params
+    return tuple(
+        NewRequest(request_id=str(i), prompt_token_ids=prompt, sampling_params=params)
+        for i, prompt in enumerate(prompts)
     )
-    commands.put(AddRequests(0, tuple(requests)))
-    EngineLoop(EngineCore(model, CONFIG), OutputProcessor(None), commands, emit).run()
+
+
+def played(model: HFCausalLM, *commands: Command) -> list[list[Event]]:
+    """Return the events of each round of a loop that stops once it has nothing to do."""
+    rounds: list[list[Event]] = []
+    EngineLoop(EngineCore(model, CONFIG), Commands(*commands), rounds.append).run()
+    return rounds
+
+
+def test_each_step_is_reported_in_one_piece(model: HFCausalLM) -> None:
+    rounds = played(model, AddRequests(0, new_requests(*PROMPTS)))
     assert rounds[0][0] == Answer(0)
-    assert [len(events) for events in rounds] == [1 + len(PROMPTS)] + 7 * [len(PROMPTS)]
+    steps = [event for events in rounds for event in events if isinstance(event, StepDone)]
+    assert [len(step.outputs) for step in steps] == 8 * [len(PROMPTS)]
+
+
+def test_commands_take_effect_in_the_order_they_were_given(model: HFCausalLM) -> None:
+    """A cancel behind its add ends the request before its first token; one ahead of it changes nothing."""
+    add = AddRequests(0, new_requests(PROMPTS[0]))
+    ended = [e for r in played(model, add, AbortRequests(("0",))) for e in r if isinstance(e, StepDone)]
+    assert [(o.new_token_ids, o.finish_reason) for step in ended for o in step.outputs] == [((), "abort")]
+    whole = [e for r in played(model, AbortRequests(("0",)), add) for e in r if isinstance(e, StepDone)]
+    assert sum(len(o.new_token_ids) for step in whole for o in step.outputs) == 8
+
+
+def test_a_paused_request_gets_nothing_until_it_is_resumed(model: HFCausalLM) -> None:
+    add, pause, resume = AddRequests(0, new_requests(PROMPTS[0])), PauseRequests(("0",)), ResumeRequests(("0",))
+    paused = [e for r in played(model, add, pause) for e in r if isinstance(e, StepDone)]
+    assert [o.finish_reason for step in paused for o in step.outputs] == ["abort"], "by the stop at the end"
+    resumed = [e for r in played(model, add, pause, resume) for e in r if isinstance(e, StepDone)]
+    assert sum(len(o.new_token_ids) for step in resumed for o in step.outputs) == 8
+
+
+def test_pause_and_resume_change_no_token(model: HFCausalLM) -> None:
+    async def scenario(client: ThreadEngineClient) -> list[tuple[int, ...]]:
+        stream = await client.submit(submission(max_tokens=12))
+        client.pause(stream.request_ids)
+        stats = await client.stats()
+        client.resume(stream.request_ids)
+        assert stats["num_paused"] in (0, 1)  # it may have ended before
+        return list((await tokens_of(stream)).values())
+
+    assert run(EngineCore(model, CONFIG), scenario) == offline(EngineCore(model, CONFIG), [PROMPTS[0]], 12)
+
+
+def test_a_draining_engine_refuses_newcomers_and_ends_what_runs(model: HFCausalLM) -> None:
+    async def scenario(client: ThreadEngineClient) -> int:
+        stream = await client.submit(submission(max_tokens=12))
+        client.drain()
+        assert not client.is_healthy
+        with pytest.raises(EngineDrainingError, match="stopping"):
+            await client.submit(submission())
+        (tokens,) = (await tokens_of(stream)).values()
+        assert client.num_open_streams == 0
+        return len(tokens)
+
+    assert run(EngineCore(model, CONFIG), scenario) == 12

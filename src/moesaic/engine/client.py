@@ -23,12 +23,15 @@ from moesaic.engine.loop import (
     EngineLoop,
     Event,
     NewRequest,
+    PauseRequests,
     QueryStats,
     Refusal,
+    ResumeRequests,
+    StepDone,
     Stop,
 )
 from moesaic.engine.outputs import OutputProcessor, TextDelta
-from moesaic.errors import EngineDeadError
+from moesaic.errors import EngineDeadError, EngineDrainingError
 from moesaic.request import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -53,14 +56,21 @@ class EngineClient(Protocol):
 
     @property
     def is_healthy(self) -> bool:
-        """True from ``start`` until the engine fails or is closed."""
+        """True from ``start`` until the engine fails, is drained or is closed."""
 
     @property
-    def error(self) -> EngineDeadError | None:
-        """Why the engine serves nothing any more; None while it does."""
+    def error(self) -> EngineDeadError | EngineDrainingError | None:
+        """Why the engine takes no more requests; None while it does."""
+
+    @property
+    def num_open_streams(self) -> int:
+        """Requests whose last delta has not come."""
 
     async def start(self) -> None:
         """Begin to serve."""
+
+    def drain(self) -> None:
+        """Take no more requests; those that run go on."""
 
     async def close(self) -> None:
         """Stop serving: unfinished requests end with ``abort``. Safe to call twice."""
@@ -68,11 +78,17 @@ class EngineClient(Protocol):
     async def submit(self, *submissions: Submission) -> "DeltaStream":
         """Return the stream of these requests once all of them are admitted; if one is refused, none is.
 
-        Raises: ``RequestError`` as the engine gave it, ``EngineDeadError``.
+        Raises: ``RequestError`` as the engine gave it, ``EngineDeadError``, ``EngineDrainingError``.
         """
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """End these requests soon; their streams get a last delta. Unknown and finished ids change nothing."""
+
+    def pause(self, request_ids: Iterable[str]) -> None:
+        """Set these requests aside, without KV, until ``resume``; ids that are unknown or over change nothing."""
+
+    def resume(self, request_ids: Iterable[str]) -> None:
+        """Let paused requests go on; other ids change nothing."""
 
     async def stats(self) -> dict[str, Any]:
         """Return the engine's counts and gauges (Any: JSON values). Raises: ``EngineDeadError``."""
@@ -150,60 +166,93 @@ class DeltaStream:
         await self.aclose()
 
 
-class ThreadEngineClient:
-    """An ``EngineClient`` whose engine is one thread of this process; from ``start`` on the core is that thread's."""
+@dataclass(frozen=True, slots=True)
+class _Begin:
+    """A request whose text begins once it is admitted."""
 
-    def __init__(self, core: EngineCore, tokenizer: Tokenizer | None) -> None:
-        """``tokenizer`` is the thread's own too: tokenizers are not safe to share where one thread changes them."""
-        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
-        self._engine = EngineLoop(core, OutputProcessor(tokenizer), self._commands, self._emit)
-        # Daemon: a step that never ends must not keep the process from ending.
-        self._thread = threading.Thread(target=self._run, name="moesaic-engine", daemon=True)
+    request_id: str
+    submission: Submission
+    arrival_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """Requests that wait for their admission; told to the receiver before the engine hears of them."""
+
+    ticket: int
+    requests: tuple[_Begin, ...]
+
+
+class TextEngineClient:
+    """What clients of engines share: tickets and streams on the event loop, text on a thread that receives events.
+
+    The receiver owns the ``OutputProcessor``: texts are made off the event loop and off the engine. Whoever runs the
+    engine gives ``_send`` (called on the event loop only) and calls ``_receive`` (on the receiver only).
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        """``tokenizer`` is the receiver's own: tokenizers are not safe to share where one thread changes them."""
+        self._outputs = OutputProcessor(tokenizer)
+        self._asked: queue.SimpleQueue[_Asked] = queue.SimpleQueue()
+        self._waiting: dict[int, tuple[_Begin, ...]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._streams: dict[str, DeltaStream] = {}
         self._waiters: dict[int, asyncio.Future[Answer | Refusal | EngineDied]] = {}
         self._tickets = itertools.count()
         self._end: EngineDied | None = None
+        self._is_draining = False
+
+    def _send(self, command: Command) -> None:
+        raise NotImplementedError
 
     @property
     def is_healthy(self) -> bool:
-        return self._loop is not None and self._end is None
+        return self._loop is not None and self.error is None
 
     @property
-    def error(self) -> EngineDeadError | None:
-        return None if self._end is None else self._end.error()
+    def error(self) -> EngineDeadError | EngineDrainingError | None:
+        if self._end is not None:
+            return self._end.error()
+        return EngineDrainingError("the server is stopping and takes no more requests") if self._is_draining else None
 
-    async def start(self) -> None:
-        if self._loop is not None:
-            raise RuntimeError("this engine client has been started before; make a new one")
-        self._loop = asyncio.get_running_loop()
-        self._thread.start()
+    @property
+    def num_open_streams(self) -> int:
+        return len(self._streams)
 
-    async def close(self) -> None:
-        if self._end is None:
-            self._end = EngineDied(EngineDeadError("it was closed"))
-            self._commands.put(Stop())
-        if self._loop is None or not self._thread.is_alive():
-            return
-        await asyncio.to_thread(self._thread.join, JOIN_TIMEOUT_S)
-        if self._thread.is_alive():
-            logger.error("engine thread did not end within %.0f s; its requests are given up", JOIN_TIMEOUT_S)
-            self._die(self._end)
+    def drain(self) -> None:
+        self._is_draining = True
 
     async def submit(self, *submissions: Submission) -> DeltaStream:
-        new = tuple(_with_id(s, time.monotonic()) for s in submissions)
-        stream = DeltaStream(tuple(n.request_id for n in new), self._forget)
         self._check_alive()
+        if self._is_draining and (error := self.error) is not None:
+            raise error
+        begun = tuple(_Begin(uuid.uuid4().hex, s, time.monotonic()) for s in submissions)
+        stream = DeltaStream(tuple(one.request_id for one in begun), self._forget)
+        self._check_stops(submissions)
         self._streams |= dict.fromkeys(stream.request_ids, stream)
         try:
-            await self._ask(lambda ticket: AddRequests(ticket, new))
+            await self._ask(lambda ticket: self._asking(ticket, begun))
         except BaseException:  # also a cancelled submitter: its requests may be running by now
             await stream.aclose()
             raise
         return stream
 
+    def _asking(self, ticket: int, begun: tuple[_Begin, ...]) -> AddRequests:
+        self._asked.put(_Asked(ticket, begun))
+        return AddRequests(ticket, tuple(map(_new_request, begun)))
+
+    def _check_stops(self, submissions: Iterable[Submission]) -> None:
+        for submission in submissions:
+            self._outputs.check_params(submission.sampling_params)
+
     def abort(self, request_ids: Iterable[str]) -> None:
-        self._commands.put(AbortRequests(tuple(request_ids)))
+        self._send(AbortRequests(tuple(request_ids)))
+
+    def pause(self, request_ids: Iterable[str]) -> None:
+        self._send(PauseRequests(tuple(request_ids)))
+
+    def resume(self, request_ids: Iterable[str]) -> None:
+        self._send(ResumeRequests(tuple(request_ids)))
 
     async def stats(self) -> dict[str, Any]:
         answer = await self._ask(QueryStats)
@@ -218,7 +267,7 @@ class ThreadEngineClient:
         # Errors are results here: an exception set on a future that nobody reads any more would be reported as lost.
         waiter: asyncio.Future[Answer | Refusal | EngineDied] = asyncio.get_running_loop().create_future()
         self._waiters[ticket] = waiter
-        self._commands.put(command(ticket))
+        self._send(command(ticket))
         try:
             reply = await waiter
         finally:
@@ -243,15 +292,17 @@ class ThreadEngineClient:
         if unfinished and self._end is None:
             self.abort(unfinished)
 
-    def _deliver(self, events: list[Event]) -> None:
-        for event in events:
-            match event:
+    def _deliver(self, items: list[TextDelta | Answer | Refusal | EngineDied], stopped_ids: list[str]) -> None:
+        if stopped_ids and self._end is None:
+            self.abort(stopped_ids)
+        for item in items:
+            match item:
                 case TextDelta():
-                    self._deliver_delta(event)
+                    self._deliver_delta(item)
                 case Answer() | Refusal():
-                    self._resolve(event.ticket, event)
+                    self._resolve(item.ticket, item)
                 case EngineDied():
-                    self._die(event)
+                    self._die(item)
 
     def _deliver_delta(self, delta: TextDelta) -> None:
         stream = self._streams.get(delta.request_id)
@@ -275,31 +326,115 @@ class ThreadEngineClient:
         for ticket in list(self._waiters):
             self._resolve(ticket, death)
 
-    # On the engine's thread
+    # On the receiver
+
+    def _receive(self, events: list[Event]) -> bool:
+        """Make the texts of ``events`` and hand all to the event loop; False if that has gone."""
+        items: list[TextDelta | Answer | Refusal | EngineDied] = []
+        stopped_ids: list[str] = []
+        for event in events:
+            if isinstance(event, StepDone):
+                step = self._outputs.process(event.outputs, time.monotonic())
+                items += step.deltas
+                stopped_ids += step.aborts
+            else:
+                self._begin_texts(event)
+                items.append(event)
+        assert self._loop is not None  # start() sets it before anything is received
+        try:
+            self._loop.call_soon_threadsafe(self._deliver, items, stopped_ids)
+        except RuntimeError:
+            return False  # the event loop was closed without close(): there is nobody left to tell
+        return True
+
+    def _begin_texts(self, event: Answer | Refusal | EngineDied) -> None:
+        """Begin the texts of requests that are admitted; nothing is made of those that are refused."""
+        while not self._asked.empty():
+            asked = self._asked.get()
+            self._waiting[asked.ticket] = asked.requests
+        requests = () if isinstance(event, EngineDied) else self._waiting.pop(event.ticket, ())
+        if isinstance(event, Answer):
+            for one in requests:
+                asked_for = one.submission
+                params, prompt_ids = asked_for.sampling_params, asked_for.prompt_token_ids
+                self._outputs.add(one.request_id, asked_for.prompt, prompt_ids, params, one.arrival_s)
+
+
+class _QueueSource:
+    """Commands from a queue of this process."""
+
+    def __init__(self) -> None:
+        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self.put = self._commands.put
+
+    def take(self, *, may_wait: bool) -> Command | None:
+        try:
+            return self._commands.get(block=may_wait)
+        except queue.Empty:
+            return None
+
+
+class ThreadEngineClient(TextEngineClient):
+    """An ``EngineClient`` whose engine is one thread of this process; from ``start`` on the core is that thread's."""
+
+    def __init__(self, core: EngineCore, tokenizer: Tokenizer | None) -> None:
+        super().__init__(tokenizer)
+        self._commands = _QueueSource()
+        self._events: queue.SimpleQueue[list[Event] | None] = queue.SimpleQueue()
+        self._engine = EngineLoop(core, self._commands, self._events.put)
+        # Daemons: a step that never ends must not keep the process from ending.
+        self._threads = [
+            threading.Thread(target=self._run, name="moesaic-engine", daemon=True),
+            threading.Thread(target=self._receive_all, name="moesaic-text", daemon=True),
+        ]
+
+    def _send(self, command: Command) -> None:
+        self._commands.put(command)
+
+    async def start(self) -> None:
+        if self._loop is not None:
+            raise RuntimeError("this engine client has been started before; make a new one")
+        self._loop = asyncio.get_running_loop()
+        for thread in self._threads:
+            thread.start()
+
+    async def close(self) -> None:
+        if self._end is None:
+            self._end = EngineDied.of(EngineDeadError("it was closed"))
+            self._send(Stop())
+        if self._loop is None:
+            return
+        for thread in self._threads:
+            await asyncio.to_thread(thread.join, JOIN_TIMEOUT_S)
+            if thread.is_alive():
+                logger.error("%s did not end within %.0f s; its requests are given up", thread.name, JOIN_TIMEOUT_S)
+                self._die(self._end)
 
     def _run(self) -> None:
         try:
             self._engine.run()
         except BaseException as cause:
             logger.exception("engine failed; every request of it is given up")
-            self._emit([EngineDied(cause)])
+            self._events.put([EngineDied.of(cause)])
+        self._events.put(None)
 
-    def _emit(self, events: list[Event]) -> None:
-        assert self._loop is not None  # start() sets it before the thread runs
+    def _receive_all(self) -> None:
         try:
-            self._loop.call_soon_threadsafe(self._deliver, events)
-        except RuntimeError:
-            # The event loop was closed without close(): there is nobody left to tell.
-            self._commands.put(Stop())
+            while (events := self._events.get()) is not None:
+                if not self._receive(events):
+                    self._send(Stop())
+        except BaseException as cause:
+            logger.exception("text of an engine failed; every request of it is given up")
+            self._send(Stop())
+            self._receive([EngineDied.of(cause)])
 
 
-def _with_id(submission: Submission, arrival_s: float) -> NewRequest:
+def _new_request(one: _Begin) -> NewRequest:
+    submission = one.submission
     return NewRequest(
-        request_id=uuid.uuid4().hex,
-        prompt=submission.prompt,
+        request_id=one.request_id,
         prompt_token_ids=submission.prompt_token_ids,
         sampling_params=submission.sampling_params,
         priority=submission.priority,
         timeout_s=submission.timeout_s,
-        arrival_s=arrival_s,
     )

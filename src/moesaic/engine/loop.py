@@ -1,32 +1,27 @@
-"""The body of an engine's own thread (later: process): commands in, events out, one core in between.
+"""The body of an engine's own thread or process: commands in, events out, one core in between; no text.
 
 Commands and events are plain values, so that a pipe can carry them as well as a queue.
 """
 
-import queue
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
-from moesaic.engine.core import EngineCore, engine_dead
-from moesaic.engine.outputs import OutputProcessor, TextDelta
+from moesaic.engine.core import EngineCore
 from moesaic.engine.supervisor import StepSupervisor
 from moesaic.errors import EngineDeadError, RequestError
-from moesaic.request import SamplingParams
+from moesaic.request import SamplingParams, StepOutput
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewRequest:
-    """A request with the id that the client gave it."""
+    """A request under the id that the client gave it."""
 
     request_id: str
-    prompt: str | None
     prompt_token_ids: tuple[int, ...]
     sampling_params: SamplingParams
     priority: int = 0
     timeout_s: float | None = None
-    arrival_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +40,20 @@ class AbortRequests:
 
 
 @dataclass(frozen=True, slots=True)
+class PauseRequests:
+    """Set these requests aside; ids that are unknown, over or paused change nothing. Not answered."""
+
+    request_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ResumeRequests:
+    """Let these paused requests go on; other ids change nothing. Not answered."""
+
+    request_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class QueryStats:
     """Answered with the core's stats."""
 
@@ -56,7 +65,7 @@ class Stop:
     """End unfinished requests with ``abort`` and leave the loop."""
 
 
-Command = AddRequests | AbortRequests | QueryStats | Stop
+Command = AddRequests | AbortRequests | PauseRequests | ResumeRequests | QueryStats | Stop
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,35 +85,50 @@ class Refusal:
 
 
 @dataclass(frozen=True, slots=True)
+class StepDone:
+    """What each request got, by a step or by a command."""
+
+    outputs: tuple[StepOutput, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class EngineDied:
     """The last event of an engine that failed."""
 
-    cause: BaseException
+    reason: str
+    cause: BaseException | None = None
+    """None if the engine was another process, whose exceptions stay there."""
+
+    @classmethod
+    def of(cls, cause: BaseException) -> "EngineDied":
+        return cls(f"{type(cause).__name__}: {cause}", cause)
 
     def error(self) -> EngineDeadError:
-        """Return a new error for one waiter, its cause chained."""
-        return engine_dead(self.cause)
+        """Return a new error for one waiter, its cause chained; a shared one would gather all their tracebacks."""
+        error = EngineDeadError(f"the engine has stopped: {self.reason}")
+        error.__cause__ = self.cause
+        return error
 
 
-Event = TextDelta | Answer | Refusal | EngineDied
+Event = StepDone | Answer | Refusal | EngineDied
+
+
+class CommandSource(Protocol):
+    """Where commands come from, in the order in which they were given: add and cancel are never seen the other way."""
+
+    def take(self, *, may_wait: bool) -> Command | None:
+        """Return the next command; None if there is none, which with ``may_wait`` means that the sender is gone."""
 
 
 class EngineLoop:
-    """Owns a core and its texts; steps while there is work and sleeps in the command queue when there is none.
+    """Owns a core; steps while there is work and sleeps in the command source when there is none.
 
     ``emit`` gets the events of one round (the commands taken and one step) in one list, in order.
     """
 
-    def __init__(
-        self,
-        core: EngineCore,
-        outputs: OutputProcessor,
-        commands: "queue.SimpleQueue[Command]",
-        emit: Callable[[list[Event]], None],
-    ) -> None:
+    def __init__(self, core: EngineCore, commands: CommandSource, emit: Callable[[list[Event]], None]) -> None:
         self._core = core
         self._supervisor = StepSupervisor(core)
-        self._outputs = outputs
         self._commands = commands
         self._emit = emit
         self._events: list[Event] = []
@@ -117,7 +141,7 @@ class EngineLoop:
         """
         while not self._is_stopping:
             self._take_commands()
-            if self._core.has_pending_requests():
+            if self._core.has_pending_requests() and not self._is_stopping:
                 self._step()
             if self._events:
                 events, self._events = self._events, []
@@ -125,24 +149,30 @@ class EngineLoop:
 
     def _take_commands(self) -> None:
         """Do every command that has come, in order; wait for one only if there is nothing else to do."""
-        try:
-            self._do(self._commands.get(block=not self._core.has_pending_requests()))
-            while not self._is_stopping:
-                self._do(self._commands.get_nowait())
-        except queue.Empty:
-            return
+        may_wait = not self._core.has_pending_requests() and not self._events
+        while not self._is_stopping and (command := self._commands.take(may_wait=may_wait)) is not None:
+            self._do(command)
+            may_wait = False
+        if may_wait:
+            self._stop()  # nobody is left to serve
 
     def _do(self, command: Command) -> None:
         match command:
             case AddRequests():
                 self._add(command)
             case AbortRequests(request_ids):
-                self._end(request_ids)
+                for request_id in request_ids:
+                    self._core.abort_request(request_id)
+            case PauseRequests(request_ids):
+                for request_id in request_ids:
+                    self._core.pause_request(request_id)
+            case ResumeRequests(request_ids):
+                for request_id in request_ids:
+                    self._core.resume_request(request_id)
             case QueryStats(ticket):
                 self._events.append(Answer(ticket, self._supervisor.stats()))
             case Stop():
-                self._end(tuple(s.request.request_id for s in self._core.scheduler.sequences))
-                self._is_stopping = True
+                self._stop()
 
     def _add(self, command: AddRequests) -> None:
         try:
@@ -154,30 +184,25 @@ class EngineLoop:
                     priority=new.priority,
                     timeout_s=new.timeout_s,
                 )
-                self._outputs.add(new.request_id, new.prompt, new.prompt_token_ids, new.sampling_params, new.arrival_s)
         except RequestError as error:
             for new in command.requests:
                 self._core.abort_request(new.request_id)
-                self._outputs.finish(new.request_id, "abort", time.monotonic())
             self._events.append(Refusal(command.ticket, error))
         else:
             self._events.append(Answer(command.ticket))
 
-    def _end(self, request_ids: tuple[str, ...]) -> None:
-        for request_id in request_ids:
-            self._core.abort_request(request_id)
-            delta = self._outputs.finish(request_id, "abort", time.monotonic())
-            if delta is not None:
-                self._events.append(delta)
+    def _stop(self) -> None:
+        for sequence in self._core.scheduler.sequences:
+            self._core.abort_request(sequence.request.request_id)
+        if outputs := self._core.scheduler.take_events():
+            self._events.append(StepDone(tuple(outputs)))
+        self._is_stopping = True
 
     def _step(self) -> None:
         outputs = self._supervisor.step()
         if self._core.death_cause is not None:
-            # The last event of every stream, in place of one terminal delta for each.
-            self._events.append(EngineDied(self._core.death_cause))
+            # The last event of every stream, in place of one terminal output for each.
+            self._events.append(EngineDied.of(self._core.death_cause))
             self._is_stopping = True
-            return
-        step = self._outputs.process(outputs, time.monotonic())
-        for request_id in step.aborts:
-            self._core.abort_request(request_id)
-        self._events += step.deltas
+        elif outputs:
+            self._events.append(StepDone(tuple(outputs)))

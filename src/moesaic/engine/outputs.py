@@ -75,14 +75,21 @@ class OutputProcessor:
         """
         if request_id in self._streams:
             raise DuplicateRequestError(f"request id {request_id!r} is in use by an unfinished request; choose another")
+        self.check_params(params)
+        prompt_ids = tuple(prompt_token_ids)
+        self._streams[request_id] = _Stream(request_id, prompt, prompt_ids, params, arrival_s, self._decoder)
+
+    def check_params(self, params: SamplingParams) -> None:
+        """Return if the text that ``params`` need can be made; reads nothing that changes, so any thread may ask.
+
+        Raises: ``RequestError``.
+        """
         if params.stop and self._decoder is None:
             raise RequestError(
                 f"stop is {list(params.stop)} but this model has no tokenizer, so there is no text to search; "
                 "use stop_token_ids",
                 param="stop",
             )
-        prompt_ids = tuple(prompt_token_ids)
-        self._streams[request_id] = _Stream(request_id, prompt, prompt_ids, params, arrival_s, self._decoder)
 
     def process(self, step_outputs: Iterable[StepOutput], now_s: float) -> ProcessedStep:
         """Return the deltas of one step in its order; outputs of requests that have ended here are dropped."""

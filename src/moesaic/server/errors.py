@@ -8,7 +8,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from moesaic.errors import EngineDeadError, MoesaicError, QueueFullError, RequestError
+from moesaic.errors import EngineDeadError, EngineDrainingError, MoesaicError, QueueFullError, RequestError
 from moesaic.server.replies import ErrorDetail, ErrorReply
 
 CLIENT_LEFT = 499
@@ -45,7 +45,7 @@ def error_reply(error: Exception) -> ErrorReply:
             return _reply(error.status_code, "ContentTooLargeError", error.detail, None)
         case RequestError():
             status, kind = 400, "BadRequestError"
-        case EngineDeadError():
+        case EngineDeadError() | EngineDrainingError():
             status, kind = 503, "ServiceUnavailableError"
         case _:
             status, kind = 500, "InternalServerError"
@@ -63,7 +63,9 @@ def install(app: FastAPI) -> None:
     """Make ``app`` answer every error in the one shape."""
 
     async def ours(request: Request, error: Exception) -> Response:
-        return error_response(error_reply(error), RETRY_LATER if isinstance(error, QueueFullError) else None)
+        return error_response(
+            error_reply(error), RETRY_LATER if isinstance(error, QueueFullError | EngineDrainingError) else None
+        )
 
     app.add_exception_handler(MoesaicError, ours)
     app.add_exception_handler(Exception, ours)  # starlette raises it again, for the server to log

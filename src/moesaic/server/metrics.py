@@ -19,7 +19,7 @@ from prometheus_client.registry import Collector
 from moesaic import __version__
 from moesaic.engine.client import EngineClient, Submission
 from moesaic.engine.outputs import TextDelta
-from moesaic.errors import EngineDeadError, RequestError
+from moesaic.errors import EngineDeadError, EngineDrainingError, RequestError
 from moesaic.histogram import SECONDS, TOKENS, Histogram
 
 STATS_TIMEOUT_S = 5.0
@@ -168,7 +168,7 @@ class RequestMeters:
     def admit(self, request_id: str, submission: Submission) -> None:
         """Nothing to count yet."""
 
-    def refuse(self, error: RequestError | EngineDeadError) -> None:
+    def refuse(self, error: RequestError | EngineDeadError | EngineDrainingError) -> None:
         name = type(error).__name__
         self.refused[name] = self.refused.get(name, 0) + 1
 

@@ -5,7 +5,7 @@ from typing import Any, Literal, Protocol
 
 from moesaic.engine.client import DeltaStream, EngineClient, Submission
 from moesaic.engine.outputs import TextDelta
-from moesaic.errors import EngineDeadError, RequestError
+from moesaic.errors import EngineDeadError, EngineDrainingError, RequestError
 
 
 class RequestObserver(Protocol):
@@ -14,7 +14,7 @@ class RequestObserver(Protocol):
     def admit(self, request_id: str, submission: Submission) -> None:
         """Take a request that the engine has taken."""
 
-    def refuse(self, error: RequestError | EngineDeadError) -> None:
+    def refuse(self, error: RequestError | EngineDeadError | EngineDrainingError) -> None:
         """Take a submission that was refused."""
 
     def observe(self, delta: TextDelta) -> None:
@@ -36,8 +36,15 @@ class ObservedClient:
         return self._client.is_healthy
 
     @property
-    def error(self) -> EngineDeadError | None:
+    def error(self) -> EngineDeadError | EngineDrainingError | None:
         return self._client.error
+
+    @property
+    def num_open_streams(self) -> int:
+        return self._client.num_open_streams
+
+    def drain(self) -> None:
+        self._client.drain()
 
     async def start(self) -> None:
         await self._client.start()
@@ -48,7 +55,7 @@ class ObservedClient:
     async def submit(self, *submissions: Submission) -> DeltaStream:
         try:
             stream = await self._client.submit(*submissions)
-        except (RequestError, EngineDeadError) as error:
+        except (RequestError, EngineDeadError, EngineDrainingError) as error:
             for observer in self._observers:
                 observer.refuse(error)
             raise
@@ -68,6 +75,12 @@ class ObservedClient:
 
     def abort(self, request_ids: Iterable[str]) -> None:
         self._client.abort(request_ids)
+
+    def pause(self, request_ids: Iterable[str]) -> None:
+        self._client.pause(request_ids)
+
+    def resume(self, request_ids: Iterable[str]) -> None:
+        self._client.resume(request_ids)
 
     async def stats(self) -> dict[str, Any]:
         return await self._client.stats()
