@@ -50,7 +50,7 @@ LAYERS: tuple[tuple[str, bool, str], ...] = (
         "engine",
         True,
         "engine.memory engine.model_plan "
-        "engine.deadlines engine.core engine.llm engine.client engine.process engine.detokenizer "
+        "engine.deadlines engine.core engine.llm engine.client engine.wire engine.process engine.detokenizer "
         "engine.outputs engine.prompt_logprobs engine.loop engine.chunk_budget engine.supervisor engine.meters "
         "engine.stages",
     ),
@@ -61,7 +61,7 @@ LAYERS: tuple[tuple[str, bool, str], ...] = (
         "server.tools.protocol server.tools.formats server.reasoning server.chat_format server.answer "
         "server.structured server.protocol server.errors server.replies server.logprobs server.vocabulary "
         "server.generation server.chat server.completions server.served_model server.app server.main server.sse "
-        "server.auth server.tokenization server.labels server.limits server.metrics server.observed "
+        "server.auth server.drain server.tokenization server.labels server.limits server.metrics server.observed "
         "bench.workload bench.client bench.paired bench.report bench.progress bench.timeline bench.peer bench.offline "
         "bench.stall bench.planner bench.pressure bench.run bench.load "
         "bench.events bench.figures bench.arm bench.steps bench.comparison bench.summary bench.svg bench.html "

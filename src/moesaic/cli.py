@@ -109,7 +109,7 @@ def serve(model: ModelArgument, *, server: ServerConfig, engine: EngineConfig) -
     """Serve a model over HTTP, as OpenAI's API does."""
     from moesaic.server.main import serve as run_server
 
-    run_server(model, engine, server)
+    raise typer.Exit(run_server(model, engine, server))
 
 
 @app.command()

@@ -79,6 +79,10 @@ class OutputProcessor:
         prompt_ids = tuple(prompt_token_ids)
         self._streams[request_id] = _Stream(request_id, prompt, prompt_ids, params, arrival_s, self._decoder)
 
+    def clear(self) -> None:
+        """Forget every request: their engine is gone."""
+        self._streams.clear()
+
     def check_params(self, params: SamplingParams) -> None:
         """Return if the text that ``params`` need can be made; reads nothing that changes, so any thread may ask.
 

@@ -16,40 +16,36 @@ from moesaic.config import EngineConfig
 from moesaic.engine.client import ThreadEngineClient
 from moesaic.engine.core import EngineCore
 from moesaic.engine.model_plan import kv_text
+from moesaic.engine.process import ProcessEngineClient
 from moesaic.errors import ConfigError
 from moesaic.models.loader import load_tokenizer, resolve_model_path
 from moesaic.server.app import create_app
+from moesaic.server.drain import LAST_WORDS_S, DrainingServer
 from moesaic.server.limits import http_limits
 from moesaic.server.served_model import ServedModel, read_defaults
 from moesaic.server.settings import ServerConfig
 
-DRAIN_S = 5
-"""How long running replies may go on after a signal to stop, in seconds."""
 
+def serve(model: str, config: EngineConfig, settings: ServerConfig) -> int:
+    """Load ``model`` into a process of its own and serve it until a signal ends this one; return the exit code.
 
-def serve(
-    model: str,
-    config: EngineConfig,
-    settings: ServerConfig,
-) -> None:
-    """Load ``model`` and serve it until a signal ends the process.
-
+    0 after a clean stop, 1 if the engine died and was not started again.
     Raises: ``ConfigError`` (also for an address that cannot be bound, before anything is loaded), ``ModelLoadError``.
     """
     console = Console(stderr=True, highlight=False)
     with _bound(settings.host, settings.port) as listener:
         with _progress(console) as report:
-            app, core = load_app(model, config, settings, progress=report)
+            path = resolve_model_path(model, progress=report)
+            engine = ProcessEngineClient(path, config, load_tokenizer(path), restarts=settings.restart_engine)
+            stats = engine.launch(report)
+        app = create_app(engine, served_model(model, path, stats["max_model_len"], settings), config, settings)
         listener.listen()  # before the address is shown: who reads it may connect at once
-        console.print(startup_block(model, core.stats(), _url(listener)), markup=False)
-        # Loading is over and the core is the engine's from here on.
-        server = uvicorn.Server(
-            uvicorn.Config(
-                app, log_config=None, access_log=False, timeout_graceful_shutdown=DRAIN_S, **http_limits(settings)
-            )
+        console.print(startup_block(model, stats, _url(listener)), markup=False)
+        options = uvicorn.Config(
+            app, log_config=None, access_log=False, timeout_graceful_shutdown=LAST_WORDS_S, **http_limits(settings)
         )
-        with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises it again when all is shut down
-            server.run(sockets=[listener])
+        DrainingServer(options, engine, settings.drain_timeout_s).run(sockets=[listener])
+    return engine.exit_code
 
 
 def load_app(
@@ -59,22 +55,27 @@ def load_app(
     *,
     progress: Callable[[str, float], None] | None = None,
 ) -> tuple[FastAPI, EngineCore]:
-    """Return the application over a loaded model, and its core, to be read until the application starts."""
+    """Return the application over a model loaded into this process, and its core, to be read until it starts."""
     settings = ServerConfig() if settings is None else settings
     path = resolve_model_path(model, progress=progress)
     core = EngineCore.from_path(path, config, progress)
     core.prepare_grammars()
-    served = ServedModel(
+    served = served_model(model, path, core.max_model_len, settings)
+    return create_app(ThreadEngineClient(core, load_tokenizer(path)), served, config, settings), core
+
+
+def served_model(model: str, path: Path, max_model_len: int, settings: ServerConfig) -> ServedModel:
+    """Return the model in ``path`` as clients of this server know it."""
+    return ServedModel(
         names=settings.served_model_name or (model,),
         root=str(path) if Path(model).is_dir() else model,
-        max_model_len=core.max_model_len,
+        max_model_len=max_model_len,
         tokenizer=load_tokenizer(path),
         defaults=read_defaults(path),
         tool_call_parser=settings.tool_call_parser,
         reasoning_parser=settings.reasoning_parser,
         trust_request_chat_template=settings.trust_request_chat_template,
     )
-    return create_app(ThreadEngineClient(core, load_tokenizer(path)), served, config, settings), core
 
 
 def startup_block(model: str, stats: Mapping[str, Any], url: str) -> str:

@@ -29,6 +29,10 @@ class ServerConfig:
     """How the model writes tool calls; auto looks at its chat template."""
     reasoning_parser: ReasoningParser = "auto"
     """How the model marks its reasoning; auto looks for </think> in its chat template."""
+    drain_timeout_s: float = 30.0
+    """How long running requests may go on after a signal to stop, in seconds; at least 0. A second signal ends them."""
+    restart_engine: bool = False
+    """Start the engine's process again when it dies; requests in flight fail, later ones are served."""
     strict_api: bool = False
     """Refuse requests with fields that no one here reads, instead of ignoring them."""
     sse_ping_interval_s: float = 15.0
@@ -62,6 +66,7 @@ class ServerConfig:
             raise ConfigError(
                 f"sse_ping_interval_s is {self.sse_ping_interval_s}; it must be above 0; raise --sse-ping-interval-s"
             )
+        check_at_least("drain_timeout_s", self.drain_timeout_s, 0)
         check_at_least("max_body_bytes", self.max_body_bytes, 1)
         check_at_least("max_header_bytes", self.max_header_bytes, 1024)
         check_at_least("max_prompts_per_request", self.max_prompts_per_request, 1)

@@ -1,0 +1,130 @@
+"""The command as an operator runs it: it drains, ends at once when told twice, and says when its engine has died."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+
+class Server:
+    """A ``moesaic serve`` process."""
+
+    def __init__(self, process: "subprocess.Popen[str]", url: str) -> None:
+        self.process = process
+        self.url = url
+
+    def stream(self, max_tokens: int) -> Any:  # Any: a response
+        """Begin a completion and return its response once the first event has come."""
+        body = {"model": "t", "prompt": "Hello", "max_tokens": max_tokens, "temperature": 0, "stream": True}
+        reply = self.post("/completions", body | {"ignore_eos": True})
+        assert reply.readline().startswith(b"data: ")
+        return reply
+
+    def post(self, route: str, body: dict[str, Any]) -> Any:
+        data = json.dumps(body).encode()
+        request = urllib.request.Request(f"{self.url}{route}", data, {"Content-Type": "application/json"})
+        return urllib.request.urlopen(request, timeout=60)
+
+    def health(self) -> int:
+        try:
+            with urllib.request.urlopen(f"{self.url.removesuffix('/v1')}/health", timeout=60) as reply:
+                return int(reply.status)
+        except urllib.error.HTTPError as error:
+            return error.code
+
+    def engine_pid(self) -> int:
+        """The child that is the engine: the one spawned by multiprocessing."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        commands = {int(p): Path(f"/proc/{p}/cmdline").read_text() for p in children}
+        return next(pid for pid, command in commands.items() if "spawn_main" in command)
+
+
+@contextmanager
+def serving(tiny_dir: Path, *flags: str) -> Iterator[Server]:
+    command = [sys.executable, "-m", "moesaic.cli", "serve", str(tiny_dir), "--port", "0", "--served-model-name", "t"]
+    command += ["--device", "cpu", "--num-kv-blocks", "1024", *flags]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "NO_COLOR": "1"}) as process:
+        assert process.stderr is not None
+        try:
+            url = next(match[1] for line in process.stderr if (match := re.search(r"URL +(http://\S+)", line)))
+            threading.Thread(target=process.stderr.read, daemon=True).start()  # or it would wait for a reader
+            yield Server(process, url)
+        finally:
+            process.kill()
+
+
+def rest_of(reply: Any) -> list[dict[str, Any]]:
+    events = [line.removeprefix(b"data: ") for line in reply.read().splitlines() if line.startswith(b"data: ")]
+    assert events[-1] == b"[DONE]"
+    return [json.loads(event) for event in events[:-1]]
+
+
+def test_a_signal_lets_the_running_end_and_refuses_newcomers(tiny_dir: Path) -> None:
+    with serving(tiny_dir) as server:
+        reply = server.stream(max_tokens=1500)
+        server.process.send_signal(signal.SIGTERM)
+        for _ in range(1000):
+            if server.health() == 503:
+                break
+        with pytest.raises(urllib.error.HTTPError) as caught:
+            server.post("/completions", {"model": "t", "prompt": "Hello", "max_tokens": 1})
+        assert (caught.value.code, caught.value.headers["Retry-After"]) == (503, "1")
+        assert rest_of(reply)[-1]["choices"][0]["finish_reason"] == "length"
+        assert server.process.wait(timeout=60) == 0
+
+
+def test_what_outlasts_the_drain_is_ended_and_told(tiny_dir: Path) -> None:
+    with serving(tiny_dir, "--drain-timeout-s", "0.2") as server:
+        reply = server.stream(max_tokens=4000)
+        server.process.send_signal(signal.SIGTERM)
+        last = rest_of(reply)[-1]
+        assert "error" in last or last["choices"][0]["finish_reason"] == "abort"
+        assert server.process.wait(timeout=60) == 0
+
+
+def test_a_second_signal_ends_at_once(tiny_dir: Path) -> None:
+    with serving(tiny_dir) as server:
+        server.stream(max_tokens=4000)
+        server.process.send_signal(signal.SIGINT)
+        for _ in range(1000):
+            if server.health() == 503:
+                break
+        server.process.send_signal(signal.SIGINT)
+        assert server.process.wait(timeout=30) == 0
+
+
+def test_a_killed_engine_turns_health_red_and_is_in_the_exit_code(tiny_dir: Path) -> None:
+    with serving(tiny_dir) as server:
+        reply = server.stream(max_tokens=4000)
+        os.kill(server.engine_pid(), signal.SIGKILL)
+        assert "SIGKILL" in rest_of(reply)[-1]["error"]["message"]
+        assert server.health() == 503
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(timeout=60) == 1
+
+
+def test_a_killed_engine_comes_back_if_that_is_wanted(tiny_dir: Path) -> None:
+    with serving(tiny_dir, "--restart-engine") as server:
+        os.kill(server.engine_pid(), signal.SIGKILL)
+        seen = set()
+        for _ in range(100_000):
+            seen.add(status := server.health())
+            if status == 200 and 503 in seen:
+                break
+        body = {"model": "t", "prompt": "Hello", "max_tokens": 3}
+        assert json.load(server.post("/completions", body))["usage"]["completion_tokens"] == 3
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(timeout=60) == 0
