@@ -254,6 +254,27 @@ def test_broken_prompt_logits_end_the_request_that_asked_for_them(
     assert chosen(tokens(events), "a", "b") == chosen(expected, "a", "b")
 
 
+@pytest.mark.parametrize("together", [False, True])
+def test_a_model_that_gives_only_broken_logits_ends_the_engine_however_long_its_prompts_are(
+    model: HFCausalLM, monkeypatch: pytest.MonkeyPatch, together: bool
+) -> None:
+    """Steps that compute prompts alone succeed in between, and those that sample have rows beside them that do not."""
+    core, supervisor = create(model, max_consecutive_failed_steps=3)
+    head = HFCausalLM.head
+    monkeypatch.setattr(HFCausalLM, "head", lambda model, hidden: head(model, hidden) * torch.nan)
+    events: Events = {}
+    for i in range(9):
+        core.add_request(str(i), LONG[: 20 + 3 * i], GREEDY)
+        if not together:
+            drain(core, supervisor, events)
+        if not supervisor.is_healthy:
+            break
+    if together:
+        drain(core, supervisor, events)
+    assert not supervisor.is_healthy
+    assert 3 <= supervisor.stats()["num_failed_steps"] <= 4
+
+
 def test_clients_whose_own_parameters_leave_no_token_cannot_stop_the_engine(model: HFCausalLM) -> None:
     core, supervisor = create(model)
     nothing = SamplingParams(min_tokens=1, stop_token_ids=list(range(260)))

@@ -31,6 +31,8 @@ class _Verdict:
     """Who is to fail, and what each is told."""
     is_counted: bool
     """Whether the step speaks against the engine."""
+    is_about_logits: bool = False
+    """Whether only a step that gives a token can say otherwise: one that computes prompts alone looks at no logits."""
 
 
 class StepSupervisor:
@@ -44,6 +46,7 @@ class StepSupervisor:
         self._core = core
         self._budget = ChunkBudget(core.config)
         self._num_in_a_row = 0
+        self._num_without_logits_in_a_row = 0
         self._num_failed_steps = 0
         self._num_failed_requests = 0
         self._num_out_of_memory_steps = 0
@@ -73,6 +76,8 @@ class StepSupervisor:
             return self._carry_out(verdict, error)
         if scheduler.counts.num_steps > num_steps:  # a step without rows proves nothing
             self._num_in_a_row = 0
+            if any(output.new_token_ids for output in outputs):
+                self._num_without_logits_in_a_row = 0
             self._budget.grow()
         return outputs
 
@@ -101,11 +106,13 @@ class StepSupervisor:
     def _carry_out(self, verdict: _Verdict, error: Exception) -> list[StepOutput]:
         self._num_failed_steps += 1
         self._num_in_a_row += verdict.is_counted
+        self._num_without_logits_in_a_row += verdict.is_counted and verdict.is_about_logits
         self._last_error = type(error).__name__
         # Rows still in flight after a rollback: it failed too, and what it left cannot be trusted.
         is_broken = bool(self._core.scheduler.in_flight)
         events = self._fail(verdict.failures)
-        if self._num_in_a_row >= self._core.config.max_consecutive_failed_steps or is_broken:
+        num_in_a_row = max(self._num_in_a_row, self._num_without_logits_in_a_row)
+        if num_in_a_row >= self._core.config.max_consecutive_failed_steps or is_broken:
             events += self._give_up(error)
         return events
 
@@ -154,7 +161,7 @@ class StepSupervisor:
         ids = [s.request.request_id for s in self._core.scheduler.sequences]
         logger.critical(
             "engine gives up: failed_steps_in_a_row=%d error=%s failed_requests=%d",
-            self._num_in_a_row,
+            max(self._num_in_a_row, self._num_without_logits_in_a_row),
             type(cause).__name__,
             len(ids),
         )
@@ -174,8 +181,10 @@ def _judge_logits(error: SamplingError, step: StepTransaction) -> _Verdict:
         blamed = _request_ids(step, (step.plan.sampling_row_ids[i] for i in error.rows))
         messages = (_NOTHING_LEFT if i in error.own_fault_rows else _BROKEN_LOGITS for i in error.rows)
         failures = dict(zip(blamed, messages, strict=True))
-    is_alone = len(failures) == step.plan.num_rows
-    return _Verdict(failures=failures, is_counted=is_alone and _BROKEN_LOGITS in failures.values())
+    # Rows that do not sample say nothing of logits.
+    is_alone = len(failures) >= len(step.plan.sampling_row_ids)
+    is_counted = is_alone and _BROKEN_LOGITS in failures.values()
+    return _Verdict(failures=failures, is_counted=is_counted, is_about_logits=True)
 
 
 def _request_ids(step: StepTransaction, seq_ids: Iterable[SeqId] | None = None) -> list[str]:
