@@ -37,10 +37,52 @@ class Mutant(NamedTuple):
 
 MUTANTS = (
     Mutant(
+        "a request that stops gives up blocks that the step planned meanwhile still writes",
+        "sched/scheduler.py",
+        "        if step_id != tx.step_id:\n            self.kv.fence_sequence(seq, step_id)\n",
+        "",
+    ),
+    Mutant(
+        "a later step that ends early lifts the fence of an advanced one",
+        "sched/scheduler.py",
+        "self.kv.pool.pass_on(tx.step_id, self._advance.step_id)",
+        "self.kv.pool.lift(tx.step_id)",
+    ),
+    Mutant(
+        "a request is planned again after its last token by length",
+        "sched/scheduler.py",
+        "for seq_id in rows.keys() - last:",
+        "for seq_id in rows.keys():",
+    ),
+    Mutant(
+        "a step advances although its commit may have to preempt",
+        "sched/scheduler.py",
+        "        return len(self.running) + len(tx.plan.chunks) <= self.kv.pool.num_free\n",
+        "        return True\n",
+    ),
+    Mutant(
+        "a row that leaves an advanced step keeps its placeholder",
+        "sched/advance.py",
+        "            seq.drop_placeholder()\n",
+        "            pass\n",
+    ),
+    Mutant(
+        "an undone advance brings back a row that has ended",
+        "sched/advance.py",
+        "        self.undo = self.undo.without(seq)\n",
+        "",
+    ),
+    Mutant(
+        "steps are committed out of order behind an advanced one",
+        "sched/scheduler.py",
+        "        if advance.step_id != tx.step_id:\n            raise",
+        "        if False:\n            raise",
+    ),
+    Mutant(
         "an abort in flight frees its blocks at once, without a fence",
         "sched/scheduler.py",
-        "            self.kv.fence_sequence(seq, step_id)\n",
-        "            pass\n",
+        "        if step_id is not None:\n            self.kv.fence_sequence(seq, step_id)\n",
+        "",
     ),
     Mutant(
         "an abort during a copy frees its blocks at once",
@@ -123,8 +165,8 @@ MUTANTS = (
     Mutant(
         "a swap by command takes the blocks of a step in flight",
         "sched/scheduler.py",
-        "if seq.seq_id in self.in_flight or not self._swapper.has_room_for(seq):",
-        "if not self._swapper.has_room_for(seq):",
+        "or seq.seq_id in self.in_flight or not self._swapper.has_room_for(seq):",
+        "or not self._swapper.has_room_for(seq):",
     ),
     Mutant(
         "every chunk says that it ends its prompt",

@@ -164,10 +164,24 @@ class Sequence:
 
     def append_token(self, token_id: int) -> FinishReason | None:
         """Add one output token; return why the output ends with it, or None if it goes on."""
+        self.append_placeholder()
+        return self.fill_placeholder(token_id)
+
+    def append_placeholder(self) -> bool:
+        """Add an output token that is not known yet; return whether it is the last by length."""
         if self.num_tokens == len(self._tokens):
             self._tokens = np.concatenate([self._tokens, np.zeros(max(64, self.num_tokens), dtype=np.int64)])
-        self._tokens[self.num_tokens] = token_id
+        self._tokens[self.num_tokens] = 0
         self.num_tokens += 1
+        return self.num_tokens - self.num_prompt_tokens >= self.max_tokens
+
+    def drop_placeholder(self) -> None:
+        """Undo ``append_placeholder``."""
+        self.num_tokens -= 1
+
+    def fill_placeholder(self, token_id: int) -> FinishReason | None:
+        """Say which token the placeholder stood for; return why the output ends with it, or None if it goes on."""
+        self._tokens[self.num_tokens - 1] = token_id
         num_outputs = self.num_tokens - self.num_prompt_tokens
         if token_id in self.stop_ids and num_outputs > self.request.sampling_params.min_tokens:
             return "stop"

@@ -19,6 +19,23 @@ MODELS = {
     "chunked, two in flight": Model(
         requests=TIGHT[:2], max_batch_size=3, max_steps_in_flight=2, commands=("abort", "preempt")
     ),
+    "chunked, advanced": Model(max_steps_in_flight=2, advances=True, num_blocks=6, requests=((3, 2), (1, 3))),
+    "chunked, two lanes, advanced": Model(
+        requests=((3, 2), (2, 1)),
+        num_blocks=6,
+        max_partial_prefills=2,
+        max_steps_in_flight=2,
+        advances=True,
+        commands=("preempt",),
+    ),
+    "whole, advanced, swap": Model(
+        chunked=False,
+        requests=((1, 3), (2, 2)),
+        max_steps_in_flight=2,
+        advances=True,
+        num_swap_blocks=3,
+        commands=("abort", "swap out"),
+    ),
     "chunked, paused": Model(requests=((3, 2), (2, 2)), commands=("abort", "pause")),
     "whole": Model(chunked=False),
     "whole, swap": Model(requests=TIGHT, max_batch_size=3, num_swap_blocks=2, chunked=False),

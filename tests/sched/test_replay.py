@@ -16,6 +16,7 @@ from moesaic.request import Request, SamplingParams, StepOutput
 from moesaic.sched.factory import make_scheduler
 from moesaic.sched.recording import RecordingScheduler
 from moesaic.sched.replay import replay
+from moesaic.sched.transaction import StepTransaction
 from moesaic.testing.scheduling import FakeRunner, create_request, run_step, run_until_idle
 
 ACTIONS = st.sampled_from(
@@ -32,6 +33,8 @@ ACTIONS = st.sampled_from(
         "pause",
         "resume",
         "overlap",
+        "ahead",
+        "ahead",
         "late abort",
         "bad commit",
     ]
@@ -89,7 +92,7 @@ class Driver:
     def act(self, action: str, choice: int) -> None:
         name = f"r{choice % max(1, self.num_requests)}"
         match action:
-            case "step" | "rollback" | "overlap" | "late abort" | "bad commit":
+            case "step" | "rollback" | "overlap" | "ahead" | "late abort" | "bad commit":
                 self.step(action, name, choice)
             case "fail":
                 self.scheduler.fail(name, "a reason")
@@ -115,7 +118,21 @@ class Driver:
             if action == "overlap":
                 with scheduler.step() as second:
                     second.commit(self.runner.run(second.plan, second.sequences))
-            tx.commit(tokens)
+            if action == "ahead" and tx.advance():
+                self.end_ahead(tx, tokens, name, choice)
+            else:
+                tx.commit(tokens)
+
+    def end_ahead(self, tx: StepTransaction, tokens: list[int], name: str, choice: int) -> None:
+        with self.scheduler.step() as second:
+            more = self.runner.run(second.plan, second.sequences)
+            if choice % 3 == 0:
+                self.scheduler.abort(name)
+            if choice % 3 == 1:
+                second.rollback()  # and the advanced one at the end of its own block
+            else:
+                tx.commit(tokens)
+                second.commit(more)
 
     def swap(self, choice: int) -> None:
         self.scheduler.begin_swap_ins()

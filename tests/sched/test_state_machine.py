@@ -144,6 +144,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.begin()
         self.commit(len(self.flights) - 1)
 
+    @precondition(lambda self: len(self.flights) < 2)
+    @rule()
+    def step_ahead(self) -> None:
+        """As the engine does: the next step is planned before the tokens of this one are known."""
+        if not self.flights:
+            self.begin()
+        self.advance(0)
+        if self.flights[0][0].is_advanced and len(self.flights) < 2:
+            self.begin()
+        self.commit(0)
+
     @rule()
     def step_again(self) -> None:
         self.step()
@@ -176,7 +187,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.flights)
     @rule(pick=PICK)
     def commit(self, pick: int) -> None:
-        tx, tokens, rows, part_way = self.flights.pop(pick % len(self.flights))
+        tx, tokens, rows, part_way = self.flights.pop(self.first_to_commit(pick))
         resident = self.resident()
         outputs = tx.commit(tokens)
         self.reference.num_committed_steps += 1
@@ -189,9 +200,26 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.flights)
     @rule(pick=PICK)
     def roll_back(self, pick: int) -> None:
-        tx, *_ = self.flights.pop(pick % len(self.flights))
+        may_end = [i for i, flight in enumerate(self.flights) if not flight[0].is_advanced] or [0]
+        tx, *_ = self.flights.pop(may_end[pick % len(may_end)])
+        was_advanced = tx.is_advanced
         tx.rollback()
         tx.rollback()
+        if was_advanced:
+            for seq in tx.sequences.values():
+                self.reference.undo_progress(seq.request.request_id, seq.committed_kv_tokens)
+
+    def first_to_commit(self, pick: int) -> int:
+        """Return a step that may be committed next: one that has advanced comes first."""
+        advanced = [i for i, flight in enumerate(self.flights) if flight[0].is_advanced]
+        return advanced[0] if advanced else pick % len(self.flights)
+
+    @precondition(lambda self: self.flights)
+    @rule(pick=PICK)
+    def advance(self, pick: int) -> None:
+        """Move a step before its tokens are known, if none has."""
+        if not any(tx.is_advanced for tx, *_ in self.flights):
+            self.flights[pick % len(self.flights)][0].advance()
 
     # Copies
 
@@ -278,7 +306,7 @@ def random_machine(rng: random.Random) -> SchedulerMachine:
 def random_command(machine: SchedulerMachine, rng: random.Random) -> None:
     """Do one command that is possible, and judge what came of it."""
     pick = rng.randrange(10**6)
-    commands: list[Callable[[], None]] = [
+    commands: list[Callable[[], object]] = [
         lambda: machine.add_any(rng.randint(1, 60), rng.randint(0, 6), rng.randint(-2, 2)),
         lambda: machine.add_small(rng.randint(1, 8), rng.randint(0, 6)),
         machine.step,
@@ -293,9 +321,9 @@ def random_command(machine: SchedulerMachine, rng: random.Random) -> None:
             lambda: machine.set_aside(pick, rng.choice(["preempt", "swap out", "pause", "resume", "resume"])),
         ]
     if len(machine.flights) < 2:
-        commands.append(machine.begin)
+        commands += [machine.begin, machine.step_ahead]
     if machine.flights:
-        commands += [lambda: machine.commit(pick), lambda: machine.roll_back(pick)]
+        commands += [lambda: machine.commit(pick), lambda: machine.roll_back(pick), lambda: machine.advance(pick)]
     if machine.copies:
         commands += [lambda: machine.end_copy(pick, rng.random() < 0.3)] * 2
     rng.choice(commands)()

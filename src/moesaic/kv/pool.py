@@ -78,6 +78,11 @@ class BlockPool:
         """Free the blocks behind a fence; a fence that does not exist is a no-op."""
         self._free.extend(reversed(self._fenced.pop(fence_id, [])))
 
+    def pass_on(self, fence_id: int, later_fence_id: int) -> None:
+        """Put what is behind a fence behind another; one that does not exist is a no-op."""
+        if blocks := self._fenced.pop(fence_id, None):
+            self._fenced.setdefault(later_fence_id, []).extend(blocks)
+
     def num_behind(self, fence_id: int) -> int:
         """Return how many blocks ``lift(fence_id)`` would free."""
         return len(self._fenced.get(fence_id, ()))

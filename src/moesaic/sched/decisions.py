@@ -117,6 +117,10 @@ class DecisionLog:
         self._write("step", step_id, max_tokens, None if decode == self._last_decode else decode, chunks)
         self._last_decode = decode
 
+    def advance(self, step_id: int) -> None:
+        """Write that a step's progress moved before its tokens were known."""
+        self._write("advance", step_id)
+
     def commit(self, step_id: int, finished: Iterable[tuple[SeqId, str]]) -> None:
         """Write that a step was committed, and which of its rows finished and why."""
         self._write("commit", step_id, list(finished))

@@ -55,6 +55,12 @@ class RecordingScheduler(Scheduler):
         self.log.step(tx.step_id, self.max_tokens_per_step, tx.plan)
         return tx
 
+    def advance(self, tx: StepTransaction) -> bool:
+        has_advanced = super().advance(tx)
+        if has_advanced:
+            self.log.advance(tx.step_id)
+        return has_advanced
+
     def commit(
         self,
         tx: StepTransaction,

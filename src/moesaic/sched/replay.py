@@ -52,7 +52,7 @@ def replay(path: Path) -> ReplayResult:
         if difference is not None:
             return ReplayResult(num_commands=num_commands, num_steps=num_steps, first_difference=difference)
         num_steps += entry[0] == "step"
-        num_commands += entry[0] not in ("step", "commit", "rollback")
+        num_commands += entry[0] not in ("step", "advance", "commit", "rollback")
     return ReplayResult(num_commands=num_commands, num_steps=num_steps, first_difference=None)
 
 
@@ -113,6 +113,8 @@ class _Player:
                 return f"fail {seq_id}: True", f"fail {seq_id}: {scheduler.fail(str(seq_id), 'failed in the log')}"
             case ["step", step_id, max_tokens, decode, chunks]:
                 return self._step(step_id, max_tokens, decode, chunks)
+            case ["advance", step_id]:
+                return f"advance {step_id}: True", f"advance {step_id}: {self._steps[step_id].advance()}"
             case ["commit", step_id, finished]:
                 return self._commit(self._steps.pop(step_id), finished)
             case ["rollback", step_id]:

@@ -16,6 +16,12 @@ class RunningMark(NamedTuple):
     rotation: PrefillRotation
     num_decode_gap_steps: int
 
+    def without(self, seq: Sequence) -> "RunningMark":
+        """Return the mark as if ``seq`` had not been there."""
+        rest = RunningSet(dict(self.decoding), dict(self.lanes), self.rotation, self.num_decode_gap_steps)
+        rest.discard(seq)
+        return rest.mark()
+
 
 @dataclass(slots=True)
 class RunningSet:

@@ -3,12 +3,13 @@
 from collections import deque
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from moesaic.errors import DuplicateRequestError, InvariantError, QueueFullError
 from moesaic.kv.geometry import blocks_for_tokens, check_servable, resolve_max_tokens
 from moesaic.kv.table import PagedKVCache
-from moesaic.request import Request, StepOutput, TokenLogprobs
+from moesaic.request import FinishReason, Request, StepOutput, TokenLogprobs
+from moesaic.sched.advance import Advance, UndoPoint
 from moesaic.sched.blocked import blocked_by
 from moesaic.sched.counts import SchedulerCounts
 from moesaic.sched.invariants import check_plan, check_progress, check_waits, checks_enabled
@@ -17,7 +18,7 @@ from moesaic.sched.plan import DecodeRow
 from moesaic.sched.policy import LaneView, PrefillPolicy, StepView
 from moesaic.sched.preempt import Holder, VictimOrder, cheapest_last, choose_victims
 from moesaic.sched.queues import WaitingQueue
-from moesaic.sched.running import RunningMark, RunningSet
+from moesaic.sched.running import RunningSet
 from moesaic.sched.swap import SwapLedger, SwapTransfer
 from moesaic.sched.swapper import Swapper
 from moesaic.sched.transaction import StepTransaction
@@ -28,13 +29,6 @@ REMEMBERED_STEPS = 1024
 
 
 PreemptionKind = Literal["recompute", "swap"]
-
-
-class _UndoPoint(NamedTuple):
-    """What a commit changes before its last, indivisible act; decode rows are undone from the plan itself."""
-
-    chunks: list[tuple[Sequence, SequenceMark]]
-    running: RunningMark
 
 
 class Scheduler:
@@ -72,6 +66,7 @@ class Scheduler:
         self.swap = SwapLedger(num_swap_blocks)
         self._swapper = Swapper(self.swap, kv, self.running)
         self.in_flight: dict[SeqId, int] = {}
+        self._advance: Advance | None = None
         self._ordering = Ordering() if ordering is None else ordering
         self._max_waiting = max_waiting_requests
         self._victim_order = victim_order
@@ -141,7 +136,7 @@ class Scheduler:
 
         By recompute, a token that a step in flight would sample for it is dropped, and sampled again later.
         Returns False, and nothing changes, if it holds no KV here; by swap also if a step in flight has it (that step
-        still writes its blocks) or the host pool has too little room.
+        still writes its blocks) or has advanced, or the host pool has too little room.
         """
         seq = self._sequences.get(request_id)
         if seq is None or self.running.get(seq.seq_id) is None:
@@ -149,7 +144,7 @@ class Scheduler:
         return self._swap_out(seq) if by == "swap" else self._restart(seq)
 
     def _swap_out(self, seq: Sequence) -> bool:
-        if seq.seq_id in self.in_flight or not self._swapper.has_room_for(seq):
+        if self._advance is not None or seq.seq_id in self.in_flight or not self._swapper.has_room_for(seq):
             return False
         self.counts = self.counts.after_preemption(num_victims=1, num_lost_tokens=0)
         self._swapper.begin_out(seq)
@@ -189,6 +184,9 @@ class Scheduler:
         self.paused.pop(seq.seq_id, None)
         self.running.discard(seq)
         step_id = self.in_flight.pop(seq.seq_id, None)
+        advance = self._advance
+        if advance is not None and advance.forget(seq) and step_id is None:
+            step_id = advance.step_id
         self._swapper.drop(seq)
         if step_id is not None:
             self.kv.fence_sequence(seq, step_id)
@@ -324,6 +322,8 @@ class Scheduler:
         """Give every lease of ``tx`` back; of a step that is over a no-op."""
         if not tx.is_open:
             return
+        if self.is_advanced(tx):
+            self._retreat(tx)
         tx.is_open = False
         tx.return_leases(self.kv)
         for seq in tx.sequences.values():
@@ -350,7 +350,10 @@ class Scheduler:
         for seq_id in tx.sequences:
             if in_flight.get(seq_id) == tx.step_id:
                 del in_flight[seq_id]
-        self.kv.pool.lift(tx.step_id)
+        if self._advance is None:
+            self.kv.pool.lift(tx.step_id)
+        else:  # an advanced step is not over: its rows may have been in this one too
+            self.kv.pool.pass_on(tx.step_id, self._advance.step_id)
 
     # Commit
 
@@ -366,11 +369,12 @@ class Scheduler:
         if len(token_ids) != len(sampling) or len(logprobs) != len(sampling):
             raise InvariantError(f"step {tx.step_id} samples {len(sampling)} rows but got {len(token_ids)} tokens")
         samples = dict(zip(sampling, zip(token_ids, logprobs, strict=True), strict=True))
-        chunks = [tx.sequences[c.seq_id] for c in tx.plan.chunks]
-        undo = _UndoPoint([(s, s.mark()) for s in chunks if self.is_live(tx, s)], self.running.mark())
+        if self._advance is not None:
+            return self._commit_advanced(tx, self._advance, samples)
+        undo = self._undo_point(tx)
         restarted: list[tuple[Sequence, SequenceMark]] = []
         try:
-            outputs, finished = self._advance(tx, samples)
+            outputs, finished = self._move(tx, samples)
             swapped, lost = self._victims(tx, finished)
             for seq in lost:
                 restarted.append((seq, seq.mark()))
@@ -386,7 +390,11 @@ class Scheduler:
             self.check()
         return outputs
 
-    def _advance(
+    def _undo_point(self, tx: StepTransaction) -> UndoPoint:
+        chunks = (tx.sequences[c.seq_id] for c in tx.plan.chunks)
+        return UndoPoint([(s, s.mark()) for s in chunks if self.is_live(tx, s)], self.running.mark())
+
+    def _move(
         self, tx: StepTransaction, samples: dict[SeqId, tuple[int, TokenLogprobs | None]]
     ) -> tuple[list[StepOutput], list[Sequence]]:
         """Move every row that still belongs to the step, keep its lease; return what the rows yield and who is done."""
@@ -406,10 +414,14 @@ class Scheduler:
             outputs.append(output)
             if output.finish_reason is not None:
                 finished.append(seq)
+        self._keep(tx, finished)
+        return outputs, finished
+
+    def _keep(self, tx: StepTransaction, finished: SequenceOf[Sequence]) -> None:
+        """Make the leases of ``tx`` its rows' own, and put each row where its status says."""
         tx.keep_leases(self.kv)
         live = [tx.sequences[c.seq_id] for c in tx.plan.chunks if self.is_live(tx, tx.sequences[c.seq_id])]
         self.running.regroup(tx.plan, live, tx.proposal.services, finished)
-        return outputs, finished
 
     def _victims(self, tx: StepTransaction, finished: list[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
         """Return whom to preempt so that in the next step the first have their next block: by swap, by recompute."""
@@ -434,7 +446,7 @@ class Scheduler:
         by_id = {s.seq_id: s for s in running}
         return self._swapper.split([by_id[i] for i in choose_victims(holders, num_free, self._victim_order)])
 
-    def _undo(self, tx: StepTransaction, undo: _UndoPoint, restarted: list[tuple[Sequence, SequenceMark]]) -> None:
+    def _undo(self, tx: StepTransaction, undo: UndoPoint, restarted: list[tuple[Sequence, SequenceMark]]) -> None:
         for seq, mark in restarted:
             seq.reset(mark)
         for seq, mark in undo.chunks:
@@ -465,6 +477,97 @@ class Scheduler:
             num_new_tokens=sum(len(o.new_token_ids) for o in outputs),
         ).after_preemption(num_victims=num_victims, num_lost_tokens=num_lost_tokens)
 
+    # Ahead of the tokens
+
+    def advance(self, tx: StepTransaction) -> bool:
+        """Move the progress of a step before its tokens are known: see ``StepTransaction.advance``."""
+        if not tx.is_open or self._advance is not None:
+            raise InvariantError(f"step {tx.step_id} cannot advance: it is over, or another step has advanced")
+        if not self._can_advance(tx):
+            return False
+        undo = self._undo_point(tx)
+        try:
+            self._advance = self._advanced(tx, undo)
+        except BaseException:
+            self._undo(tx, undo, [])
+            raise
+        if self._has_checks:
+            self.check()
+        return True
+
+    def _can_advance(self, tx: StepTransaction) -> bool:
+        """Return whether the commit of ``tx`` can only append tokens and end requests: it preempts nobody."""
+        if self.swap.states:
+            return False
+        if any(seq.max_tokens == 0 for seq in tx.sequences.values()):
+            return False
+        return len(self.running) + len(tx.plan.chunks) <= self.kv.pool.num_free
+
+    def _advanced(self, tx: StepTransaction, undo: UndoPoint) -> Advance:
+        """Move every row that belongs to the step; those that go on may be planned again."""
+        rows = {i: s for i, s in tx.sequences.items() if self.is_live(tx, s)}
+        chunks = {c.seq_id: c for c in tx.plan.chunks}
+        awaiting, last = {}, set()
+        for seq_id, seq in rows.items():
+            chunk = chunks.get(seq_id)
+            if chunk is None:
+                seq.advance_decode()
+            else:
+                seq.advance_prefill(chunk.num_tokens)
+                if not chunk.is_terminal:
+                    continue
+            awaiting[seq_id] = seq
+            if seq.append_placeholder():
+                last.add(seq_id)
+        self._keep(tx, ())
+        for seq_id in rows.keys() - last:
+            del self.in_flight[seq_id]
+        return Advance(tx.step_id, undo, rows, awaiting)
+
+    def is_advanced(self, tx: StepTransaction) -> bool:
+        """Return whether the step has advanced and is not over."""
+        return self._advance is not None and self._advance.step_id == tx.step_id
+
+    def _retreat(self, tx: StepTransaction) -> None:
+        """Undo ``advance``: the rows are in flight with ``tx`` alone again."""
+        advance = self._advance
+        assert advance is not None
+        if any(self.in_flight.get(i, tx.step_id) != tx.step_id for i in advance.rows):
+            raise InvariantError(f"rows of step {tx.step_id} are in a later step; roll that back first")
+        self._advance = None
+        self.in_flight.update(dict.fromkeys(advance.rows, tx.step_id))
+        self._undo(tx, advance.undo, [])
+
+    def _commit_advanced(
+        self, tx: StepTransaction, advance: Advance, samples: dict[SeqId, tuple[int, TokenLogprobs | None]]
+    ) -> list[StepOutput]:
+        """Put the tokens where the placeholders are; rows that end leave the step that was planned meanwhile."""
+        if advance.step_id != tx.step_id:
+            raise InvariantError(f"step {advance.step_id} has advanced and is to be committed before step {tx.step_id}")
+        outputs, finished = [], []
+        for seq_id, seq in advance.awaiting.items():
+            token_id, logprobs = samples[seq_id]
+            output = _output(seq, token_id, seq.fill_placeholder(token_id), logprobs)
+            outputs.append(output)
+            if output.finish_reason is not None:
+                finished.append(seq)
+        self._advance = None
+        for seq in finished:
+            self._retire(seq, tx)
+        self._settle(tx, finished, [], [])
+        self._count(tx, outputs, 0, 0)
+        if self._has_checks:
+            self.check()
+        return outputs
+
+    def _retire(self, seq: Sequence, tx: StepTransaction) -> None:
+        """Give back the KV of a request that ended with ``tx``; a later step may still write there until it is over."""
+        self.running.discard(seq)
+        step_id = self.in_flight.pop(seq.seq_id, tx.step_id)
+        if step_id != tx.step_id:
+            self.kv.fence_sequence(seq, step_id)
+        self.kv.free_sequences([seq])
+
     # Swap
 
     def begin_swap_ins(self) -> None:
@@ -474,6 +577,8 @@ class Scheduler:
         """
         if not self.swap.sequences:
             return
+        if self._advance is not None:
+            raise InvariantError(f"step {self._advance.step_id} has advanced; nothing may come back before its commit")
         is_alone = not self.running and not self.in_flight
         self._swapper.begin_ins(0 if is_alone else max(self._growth() + 1, self._num_claimed_blocks()))
 
@@ -514,6 +619,7 @@ class Scheduler:
             list(self.paused),
             self.swap.fingerprint(),
             dict(self.in_flight),
+            None if self._advance is None else (self._advance.step_id, list(self._advance.rows)),
             list(self._events),
             self.kv.fingerprint(),
         )
@@ -549,7 +655,12 @@ def _sampled(seq: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> St
     if seq.max_tokens == 0:
         seq.move_to(SequenceStatus.FINISHED)
         return StepOutput(request.request_id, (), "length")
-    reason = seq.append_token(token_id)
+    return _output(seq, token_id, seq.append_token(token_id), logprobs)
+
+
+def _output(seq: Sequence, token_id: int, reason: FinishReason | None, logprobs: TokenLogprobs | None) -> StepOutput:
+    """Return what a row yields that has got ``token_id``, which ends it for ``reason``."""
+    request = seq.request
     if reason is None and logprobs is None:
         return StepOutput(request.request_id, (token_id,))
     if reason is not None:

@@ -76,6 +76,21 @@ class StepTransaction:
             return []
         return self._scheduler.commit(self, token_ids, logprobs)
 
+    @property
+    def is_advanced(self) -> bool:
+        """True between ``advance`` and ``commit`` or ``rollback``."""
+        return self._scheduler.is_advanced(self)
+
+    def advance(self) -> bool:
+        """Move progress before the tokens are known, so that the next step can be planned while this one runs.
+
+        Every sampling row ends with a placeholder, which ``commit`` fills; until then no other step can be committed
+        and no sequence swapped in. A step planned meanwhile reads the placeholders' tokens from where they are
+        sampled. Returns False, and nothing changes, if the commit may have to preempt.
+        Raises: ``InvariantError`` if the step is over or another has advanced.
+        """
+        return self._scheduler.advance(self)
+
     def rollback(self) -> None:
         """Give every lease back; state is exactly as before the step. After commit or rollback a no-op."""
         if self.is_open:

@@ -41,6 +41,8 @@ class Model:
     threshold: int = 2
     num_swap_blocks: int = 0
     max_steps_in_flight: int = 1
+    advances: bool = False
+    """Whether steps may advance before their tokens are known."""
     commands: tuple[Command, ...] = ("abort",)
     max_drain_steps: int = 40
     """Everything must end in so many steps once nobody interferes."""
@@ -173,8 +175,7 @@ class World:
                 yield "resume", index
         if len(self.flights) < self.model.max_steps_in_flight:
             yield "begin", 0
-        for verb in ("commit", "rollback"):
-            yield from ((verb, i) for i in range(len(self.flights)))
+        yield from self._endings()
         if scheduler.swap.resting():
             yield "swap in", 0
         if scheduler.swap.transfers:
@@ -183,6 +184,15 @@ class World:
             yield from ((verb, i) for i in range(len(self.copies)))
         if scheduler.has_unfinished or self.flights or self.copies:
             yield "settle", 0
+
+    def _endings(self) -> Iterator[Action]:
+        """Yield what may become of the steps in flight: one that has advanced is committed first, undone last."""
+        advanced = [i for i, flight in enumerate(self.flights) if flight.tx.is_advanced]
+        if self.model.advances and not advanced:
+            yield from (("advance", i) for i in range(len(self.flights)))
+        yield from (("commit", i) for i in advanced or range(len(self.flights)))
+        later = [i for i in range(len(self.flights)) if i not in advanced]
+        yield from (("rollback", i) for i in later or advanced)
 
     def _is_possible(self, verb: Command, index: int) -> bool:
         is_running = self.scheduler.running.get(SeqId(index)) is not None
@@ -205,6 +215,8 @@ class World:
                 self._commit(self.flights.pop(index))
             case "rollback":
                 self._rollback(self.flights.pop(index))
+            case "advance":
+                self._advance(self.flights[index].tx)
             case "swap in":
                 self.scheduler.begin_swap_ins()
             case "take copies":
@@ -220,6 +232,17 @@ class World:
             case _:
                 assert getattr(self.scheduler, verb)(f"r{index}")
         self._take(self.scheduler.take_events())
+
+    def _advance(self, tx: StepTransaction) -> None:
+        """Advance; before it, that a step which advances and fails leaves no trace is tried on a copy."""
+        copy = pickle.loads(pickle.dumps(tx, protocol=5))
+        if not copy.advance():
+            return
+        copy.rollback()
+        tx_again = pickle.loads(pickle.dumps(tx, protocol=5))
+        tx_again.rollback()
+        assert copy._scheduler.fingerprint() == tx_again._scheduler.fingerprint(), "an undone advance leaves a trace"
+        assert tx.advance()
 
     def _swap_out(self, index: int) -> None:
         before = self.scheduler.fingerprint()
@@ -240,6 +263,8 @@ class World:
         flight = _Flight(tx, FakeRunner().run(tx.plan, tx.sequences), blocks)
         if tx.plan.num_rows:
             self.flights.append(flight)
+        elif any(earlier.tx.is_advanced for earlier in self.flights):
+            self._rollback(flight)
         else:
             self._commit(flight)
 
@@ -268,8 +293,9 @@ class World:
     def _settle(self) -> None:
         for index in self._live():
             self.scheduler.resume(f"r{index}")
-        while self.flights:
-            self._commit(self.flights.pop(0))
+        for flight in sorted(self.flights, key=lambda f: not f.tx.is_advanced):
+            self._commit(flight)
+        self.flights.clear()
         self.scheduler.begin_swap_ins()
         self.copies += self.scheduler.take_swap_transfers()
         while self.copies:
@@ -309,12 +335,27 @@ class World:
         assert [s.request.request_id for s in scheduler.sequences] == live, "a request is lost, or lives on"
         for flight in self.flights:
             for seq_id, blocks in flight.blocks.items():
-                self._check_blocks(seq_id, blocks, flight.tx.step_id, scheduler.in_flight.get(seq_id))
+                self._check_written(flight.tx, seq_id, blocks)
         for copy in (*self.copies, *scheduler.swap.transfers):
             is_in = copy.direction == "in" and scheduler.swap.owner(copy) is not None
             self._check_blocks(copy.seq_id, copy.block_ids, copy.fence_id, copy.fence_id if is_in else None)
         if not live and not self.flights and not self.copies:
             assert (pool.num_free, scheduler.swap.num_free_blocks) == (pool.num_blocks, scheduler.swap.num_blocks)
+
+    def _check_written(self, tx: StepTransaction, seq_id: SeqId, blocks: tuple[BlockId, ...]) -> None:
+        scheduler = self.scheduler
+        advance = scheduler._advance
+        if advance is None or advance.step_id != tx.step_id:
+            self._check_blocks(seq_id, blocks, tx.step_id, scheduler.in_flight.get(seq_id))
+        elif seq_id in advance.rows:
+            self._check_blocks(seq_id, blocks, tx.step_id, tx.step_id)
+        elif not set(blocks) <= self._fenced_by_any():
+            raise InvariantError(f"blocks {blocks} of sequence {seq_id} are given away before {tx.step_id} is over")
+
+    def _fenced_by_any(self) -> set[BlockId]:
+        """Return the blocks behind any step: a later one's fence is passed on to an advanced one if it ends first."""
+        fences = _fences(self)
+        return {b for flight in self.flights for b in fences.get(flight.tx.step_id, ())}
 
     def _check_blocks(self, seq_id: SeqId, blocks: tuple[BlockId, ...], writer: int, owner: int | None) -> None:
         """Blocks that may still be written belong to the writer's sequence, or are fenced until it is done."""
@@ -353,6 +394,7 @@ class World:
             sorted((i, names[step]) for i, step in scheduler.in_flight.items()),
             sorted((names[fence], len(blocks)) for fence, blocks in _fences(self).items() if fence in names),
             [(f.tx.plan.rows, f.tx.proposal.services, self._leases(f)) for f in self.flights],
+            None if (advance := scheduler._advance) is None else (names[advance.step_id], sorted(advance.rows)),
         )
 
     def _sequence_key(self, seq: Sequence) -> tuple[object, ...]:

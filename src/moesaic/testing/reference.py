@@ -156,6 +156,11 @@ class Reference:
         assert num_committed <= request.num_prompt + max(len(request.tokens), 1)
         request.num_committed = num_committed
 
+    def undo_progress(self, name: str, num_committed: int) -> None:
+        """An advanced step was undone; the row is where it was, unless it ended or lost its KV meanwhile."""
+        request = self.requests[name]
+        request.num_committed = min(request.num_committed, num_committed)
+
     def judge_blocks(self, num_free: int, resident: Iterable[int]) -> None:
         """Free blocks and those that committed tokens must fill never exceed the pool."""
         filled = sum(-(-c // self.block_size) for c in resident)
