@@ -44,7 +44,8 @@ LAYERS: tuple[tuple[str, bool, str], ...] = (
         "running",
         True,
         "runner tokenwise graphs segments sampling.draw sampling.filters sampling.grammar sampling.logprobs "
-        "sampling.penalties sampling.row sampling.rowwise sampling.sampler sampling.stopping sampling.transfer",
+        "sampling.penalties sampling.pending sampling.row sampling.rowwise sampling.sampler sampling.stopping "
+        "sampling.transfer",
     ),
     (
         "engine",
@@ -52,7 +53,7 @@ LAYERS: tuple[tuple[str, bool, str], ...] = (
         "engine.memory engine.model_plan "
         "engine.deadlines engine.core engine.llm engine.client engine.wire engine.process engine.detokenizer "
         "engine.outputs engine.prompt_logprobs engine.loop engine.chunk_budget engine.supervisor engine.meters "
-        "engine.stages",
+        "engine.stages engine.launched",
     ),
     (
         "edges",

@@ -20,6 +20,26 @@ from moesaic.sequence import SeqId, Sequence
 _ALIGNMENT_BYTES = 512  # of torch's allocator on CUDA
 
 
+@dataclass(frozen=True, slots=True)
+class CarriedTokens:
+    """What the step before this one samples; the host does not have it yet."""
+
+    token_ids: torch.Tensor
+    """int64 [S] on the model's device; negative where there is none to be had."""
+    index: Mapping[SeqId, int]
+    """Which of them is the last token of a sequence."""
+
+    def for_rows(
+        self, decode_seq_ids: SequenceOf[SeqId]
+    ) -> tuple[torch.Tensor, NDArray[np.int64], NDArray[np.int64]] | None:
+        """Return the token ids, which of them decode rows take, and those rows; None if they take none."""
+        pairs = [(n, row) for row, i in enumerate(decode_seq_ids) if (n := self.index.get(i)) is not None]
+        if not pairs:
+            return None
+        sources, rows = np.array(pairs, dtype=np.int64).T
+        return self.token_ids, sources, rows
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RaggedBatch:
     """``R`` rows with ``T`` query tokens in all, concatenated; decode rows first.
@@ -64,9 +84,13 @@ class RaggedBatch:
         kv: PagedKVCache,
         *,
         extra_logit_indices: SequenceOf[int] = (),
+        carried: CarriedTokens | None = None,
         device: torch.device | str = "cpu",
     ) -> RaggedBatch:
-        """Return the batch of a plan whose leases ``kv`` holds (arguments as in ``build``)."""
+        """Return the batch of a plan whose leases ``kv`` holds (arguments as in ``build``).
+
+        Decode rows of sequences that ``carried`` has take their tokens from there: the host does not know them yet.
+        """
         decode = [sequences[i].last_token_id for i, _ in plan.decode_rows]
         chunks = [sequences[c.seq_id].tokens(c.start, c.num_tokens) for c in plan.chunks]
         num_decode = len(plan.decode_rows)
@@ -79,6 +103,7 @@ class RaggedBatch:
             block_tables=[kv.block_table(i) for i in sequences],
             sampling_rows=[*range(num_decode), *terminal],
             extra_logit_indices=extra_logit_indices,
+            carried=None if carried is None else carried.for_rows([i for i, _ in plan.decode_rows]),
             device=device,
         )
 
@@ -93,12 +118,14 @@ class RaggedBatch:
         block_tables: SequenceOf[NDArray[np.int32]],
         sampling_rows: SequenceOf[int],
         extra_logit_indices: SequenceOf[int] = (),
+        carried: tuple[torch.Tensor, NDArray[np.int64], NDArray[np.int64]] | None = None,
         device: torch.device | str = "cpu",
     ) -> RaggedBatch:
         """Return the batch of rows with these lengths.
 
         ``token_ids`` [T] are the query tokens in row order; ``block_tables`` one int32 array per row that covers
         its KV length; ``sampling_rows`` are row indices; ``extra_logit_indices`` flat token indices.
+        ``carried``: token ids on the device, which of them, and the flat tokens that they replace.
         Raises: ``InvariantError`` if a table is too short for its row.
         """
         flat, table = _page_tables(lengths, block_tables, block_size)
@@ -110,17 +137,20 @@ class RaggedBatch:
         slots = table[row_of_token, positions // block_size].astype(np.int64) * block_size + positions % block_size
         last = offsets[1:][np.asarray(sampling_rows, dtype=np.int64)] - 1
         logit_indices = np.concatenate([last, np.asarray(extra_logit_indices, dtype=np.int64)])
-        tensors = _upload(
-            {
-                "token_ids": token_ids,
-                "positions": positions,
-                "slot_mapping": slots,
-                "logit_indices": logit_indices,
-                "block_tables": table,
-                "page_indices": flat,
-            },
-            torch.device(device),
-        )
+        arrays: dict[str, NDArray[Any]] = {
+            "token_ids": token_ids,
+            "positions": positions,
+            "slot_mapping": slots,
+            "logit_indices": logit_indices,
+            "block_tables": table,
+            "page_indices": flat,
+        }
+        if carried is not None:
+            arrays |= {"carried_from": carried[1], "carried_to": carried[2]}
+        tensors = _upload(arrays, torch.device(device))
+        if carried is not None:
+            source = carried[0].index_select(0, tensors.pop("carried_from")).clamp(min=0)  # negative: a broken row
+            tensors["token_ids"].index_copy_(0, tensors.pop("carried_to"), source)
         return cls(
             lengths=lengths,
             num_decode_rows=num_decode_rows,

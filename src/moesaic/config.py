@@ -64,6 +64,8 @@ class EngineConfig:
     """Kernels of routed experts: fused ones for few tokens where they run, or grouped products for all."""
     cuda_graphs: bool = True
     """Capture decode steps at start-up and replay them, where model, attention and experts allow it."""
+    overlap: bool = True
+    """Plan and launch each step on a GPU before the tokens of the step before it have come back."""
     load_format: LoadFormat = "auto"
     """auto reads the checkpoint; dummy makes random weights from the configuration alone."""
     seed: int = 0

@@ -11,6 +11,7 @@ import pytest
 from moesaic.config import EngineConfig
 from moesaic.engine.client import DeltaStream, Submission, ThreadEngineClient
 from moesaic.engine.core import EngineCore
+from moesaic.engine.launched import LaunchedStep
 from moesaic.engine.loop import (
     AbortRequests,
     AddRequests,
@@ -29,7 +30,6 @@ from moesaic.errors import EngineDeadError, EngineDrainingError, RequestError
 from moesaic.models.hf import HFCausalLM
 from moesaic.models.loader import load_model
 from moesaic.request import SamplingParams, StepOutput
-from moesaic.sched.transaction import StepTransaction
 
 PROMPTS = ((72, 101, 108), (10, 20, 30, 40, 50), (7,))
 CONFIG = EngineConfig(device="cpu", num_kv_blocks=512, enable_chunked_prefill=True)
@@ -221,8 +221,8 @@ def test_a_dead_engine_tells_every_waiter_why(model: HFCausalLM) -> None:
 
 def test_a_failed_step_ends_its_streams_with_an_error_and_the_engine_serves_on(model: HFCausalLM) -> None:
     class Stumbling(EngineCore):
-        def _run(self, tx: StepTransaction) -> list[StepOutput]:
-            outputs = super()._run(tx)
+        def _commit(self, step: LaunchedStep) -> list[StepOutput]:
+            outputs = super()._commit(step)
             if self.stats()["num_steps"] == 3:
                 raise OSError("bad sector")
             return outputs

@@ -95,7 +95,7 @@ def phases() -> dict[str, Callable[[pytest.MonkeyPatch], None]]:
         "kv write": plant(LayeredPagedKVStore, "write"),
         "experts": plant(ResidentExperts, "forward"),
         "head": plant(HFCausalLM, "head"),
-        "sampling": plant(Sampler, "sample"),
+        "sampling": plant(Sampler, "begin"),
         "commit": plant(StepTransaction, "keep_leases"),
     }
 

@@ -107,14 +107,14 @@ def test_an_answer_whose_step_failed_says_so_and_the_others_are_whole(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     llm = LLM(tiny_dir, num_kv_blocks=64, max_batch_size=1)
-    sample, num_calls = llm.engine.sampler.sample, itertools.count(1)
+    begin, num_calls = llm.engine.sampler.begin, itertools.count(1)
 
     def fail_second(*args: Any) -> Any:
         if next(num_calls) == 2:
             raise OSError("fault")
-        return sample(*args)
+        return begin(*args)
 
-    monkeypatch.setattr(llm.engine.sampler, "sample", fail_second)
+    monkeypatch.setattr(llm.engine.sampler, "begin", fail_second)
     broken, sound = llm.generate(["a", "b"], GREEDY, use_tqdm=False)
     assert (broken.finish_reason, len(broken.token_ids)) == ("error", 1)
     assert "OSError" in (broken.error or "")
@@ -131,7 +131,7 @@ def test_an_engine_that_gives_up_is_an_exception_with_its_cause(
     def fail(*args: Any) -> Any:
         raise OSError("device lost")
 
-    monkeypatch.setattr(llm.engine.sampler, "sample", fail)
+    monkeypatch.setattr(llm.engine.sampler, "begin", fail)
     for _ in range(2):
         with pytest.raises(EngineDeadError, match="device lost") as caught:
             llm.generate(["a", "b", "c"], GREEDY, use_tqdm=False)

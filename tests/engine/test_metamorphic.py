@@ -18,9 +18,9 @@ from moesaic.engine.core import EngineCore
 from moesaic.models.hf import HFCausalLM
 from moesaic.request import SamplingParams, StepOutput, TokenLogprobs
 from moesaic.runner import ModelRunner
+from moesaic.sampling.pending import SampledTokens
 from moesaic.sampling.row import SamplingRow
 from moesaic.sampling.rowwise import RowwiseSampler
-from moesaic.sampling.sampler import SampledTokens
 from moesaic.sched.scheduler import PreemptionKind
 from moesaic.testing.models import tiny_causal_lm, tiny_model
 from moesaic.tokenwise import TokenwiseRunner

@@ -33,7 +33,7 @@ PHASES: dict[str, tuple[Any, str]] = {  # Any: classes
     "batch": (RaggedBatch, "build"),
     "forward": (ResidentExperts, "forward"),
     "head": (HFCausalLM, "head"),
-    "sampling": (Sampler, "sample"),
+    "sampling": (Sampler, "begin"),
     "commit": (StepTransaction, "keep_leases"),
     "after the commit": (PromptLogprobs, "attach"),
 }

@@ -15,10 +15,10 @@ import moesaic
 from moesaic import EngineConfig
 from moesaic.engine.client import ThreadEngineClient
 from moesaic.engine.core import EngineCore
+from moesaic.engine.launched import LaunchedStep
 from moesaic.models.hf import HFCausalLM
 from moesaic.models.loader import load_model, load_tokenizer
 from moesaic.request import StepOutput
-from moesaic.sched.transaction import StepTransaction
 from moesaic.server.app import create_app
 from moesaic.server.served_model import ServedModel
 from moesaic.server.settings import ServerConfig
@@ -284,8 +284,8 @@ def test_a_model_of_token_ids_only_takes_and_gives_them(model: HFCausalLM) -> No
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_failed_step_is_told_to_its_request_and_the_server_goes_on(serve: Serve, stream: bool) -> None:
     class Stumbling(EngineCore):
-        def _run(self, tx: StepTransaction) -> list[StepOutput]:
-            outputs = super()._run(tx)
+        def _commit(self, step: LaunchedStep) -> list[StepOutput]:
+            outputs = super()._commit(step)
             if self.stats()["num_steps"] == 3:
                 raise OSError("secret of the machine")
             return outputs

@@ -15,11 +15,12 @@ import torch
 
 from moesaic.attention.base import AttentionLimits
 from moesaic.attention.select import Selection, select_attention
-from moesaic.batch import RaggedBatch
+from moesaic.batch import CarriedTokens, RaggedBatch
 from moesaic.config import EngineConfig
 from moesaic.engine.deadlines import Deadlines
+from moesaic.engine.launched import LaunchedStep, overlap_refusal
 from moesaic.engine.memory import FreeMemory, context_length, plan_memory, resolve_device
-from moesaic.engine.meters import StepMeters
+from moesaic.engine.meters import StepMeters, StepStart
 from moesaic.engine.prompt_logprobs import PromptLogprobs
 from moesaic.engine.stages import StageClock
 from moesaic.errors import EngineDeadError, Refused, RequestError
@@ -37,9 +38,10 @@ from moesaic.models.select import ModelSelection, select_model
 from moesaic.request import Request, SamplingParams, StepOutput
 from moesaic.runner import ModelRunner
 from moesaic.sampling.grammar import Grammars, LoadTokenizer
+from moesaic.sampling.pending import KnownTokens, PendingTokens
 from moesaic.sampling.row import SamplingRow
 from moesaic.sampling.rowwise import RowwiseSampler
-from moesaic.sampling.sampler import SampledTokens, Sampler
+from moesaic.sampling.sampler import Sampler
 from moesaic.sched.factory import make_scheduler
 from moesaic.sched.transaction import StepTransaction
 from moesaic.segments import SegmentGraphs
@@ -131,6 +133,10 @@ class EngineCore:
             eos_token_ids=model.info.eos_token_ids,
             load_tokenizer=load_tokenizer,
         )
+        self._overlap_refusal = overlap_refusal(config, model.device)
+        self.plans_ahead = self._overlap_refusal is None
+        """Whether each step is launched before the tokens of the one before it have come."""
+        self._launched: LaunchedStep | None = None
         self._failed_step: StepTransaction | None = None
         self._death_cause: BaseException | None = None
         logger.info("kv budget: blocks=%d block_size=%d bytes=%d", num_blocks, config.block_size, self.memory.kv_bytes)
@@ -248,12 +254,16 @@ class EngineCore:
     def abort_request(self, request_id: str) -> bool:
         """End a request; its terminal event comes with the next ``step``. False if it is unknown or over."""
         self._forget(request_id)
-        return self.scheduler.abort(request_id)
+        is_new = self.scheduler.abort(request_id)
+        self._drop_empty_step()
+        return is_new
 
     def fail_request(self, request_id: str, error: str) -> bool:
         """End a request with ``error``, as ``abort_request`` does."""
         self._forget(request_id)
-        return self.scheduler.fail(request_id, error)
+        is_new = self.scheduler.fail(request_id, error)
+        self._drop_empty_step()
+        return is_new
 
     def _forget(self, request_id: str) -> None:
         """Keep nothing of a request that is over; the scheduler forgets it by itself."""
@@ -281,19 +291,23 @@ class EngineCore:
 
     def pause_request(self, request_id: str) -> bool:
         """Set a request aside; it holds no KV meanwhile. False if it is unknown, over or paused."""
-        return self.scheduler.pause(request_id)
+        is_new = self.scheduler.pause(request_id)
+        self._drop_empty_step()
+        return is_new
 
     def resume_request(self, request_id: str) -> bool:
         """Let a paused request go on where it was; False if it is not paused."""
         return self.scheduler.resume(request_id)
 
     def has_pending_requests(self) -> bool:
-        """Return True while a request that is not paused is unfinished, or a terminal event is untold."""
-        return self.scheduler.has_unfinished
+        """Return True while a request that is not paused is unfinished, a step has not ended, or an event is untold."""
+        return self.scheduler.has_unfinished or self._launched is not None
 
     def step(self) -> list[StepOutput]:
         """Run one step; return what each request got (nothing for progress-only rows).
 
+        On a GPU the next step is queued before this one's tokens are waited for, so requests and aborts that come now
+        take effect in the step after that.
         Any exception leaves scheduler, cache and sequences as they were before the step; ``take_failed_step`` has its
         rows.
         """
@@ -301,19 +315,97 @@ class EngineCore:
         self._failed_step = None
         for request_id, timeout_s in self._deadlines.expired():
             self.fail_request(request_id, f"unfinished after {timeout_s} s (timeout_s); allow more time")
-        self._swap()
-        start = self._meters.start(self.scheduler)
-        with self.scheduler.step() as tx:
-            try:
-                outputs = self._run(tx) if tx.plan.num_rows else []
-            except BaseException:
-                self._failed_step = tx
-                raise
-        self._meters.commit(start, tx)
+        step, self._launched = self._launched, None
+        if step is None:
+            self._swap()
+            step = self._launch()
+        if step is None:
+            return self.scheduler.take_events()
+        following = self._launch_behind(step)
+        outputs = self._end(step, following)
+        self._launched = following
+        self._drop_empty_step()
         for output in outputs:
             if output.finish_reason is not None:
                 self._forget(output.request_id)
         return self.scheduler.take_events() + outputs
+
+    def _drop_empty_step(self) -> None:
+        """Forget the step in flight if all its rows have left it: what it still writes, no later step reads before."""
+        if self._launched is not None and not self._launched.tx.has_rows:
+            self._launched.tx.rollback()
+            self._launched = None
+
+    def _launch(self, carried: CarriedTokens | None = None) -> LaunchedStep | None:
+        """Plan a step and queue its work; None if nothing can run."""
+        start = self._meters.start(self.scheduler)
+        tx = self.scheduler.step()
+        try:
+            if tx.plan.num_rows:
+                return self._queue(tx, start, carried)
+        except BaseException:
+            self._failed_step = tx
+            tx.rollback()
+            raise
+        tx.rollback()
+        return None
+
+    def _queue(self, tx: StepTransaction, start: StepStart, carried: CarriedTokens | None) -> LaunchedStep:
+        spans = self._prompt_logprobs.spans(tx.plan, tx.sequences)
+        extra = list(chain.from_iterable(range(s.flat_start, s.flat_start + len(s.target_token_ids)) for s in spans))
+        batch = RaggedBatch.of(
+            tx.plan,
+            tx.sequences,
+            self.scheduler.kv,
+            extra_logit_indices=extra,
+            carried=carried,
+            device=self.model.device,
+        )
+        logits = self.runner.run(batch)
+        sampled = self._sample(logits[: batch.num_sampling_rows], tx)
+        return LaunchedStep(
+            tx=tx, start=start, sampled=sampled, spans=spans, prompt_logits=logits[batch.num_sampling_rows :]
+        )
+
+    def _launch_behind(self, step: LaunchedStep) -> LaunchedStep | None:
+        """Plan and queue the step after ``step``, whose tokens have not come; None if that must wait or is impossible.
+
+        One that fails is planned again once ``step`` has ended, as any other.
+        """
+        if not self.plans_ahead or (carried := step.carried()) is None:
+            return None
+        try:
+            return self._launch(carried) if step.tx.advance() else None
+        except Exception:
+            logger.exception("a step launched behind another failed; it is planned again")
+            self._failed_step = None
+            return None
+        except BaseException:
+            step.tx.rollback()
+            raise
+
+    def _end(self, step: LaunchedStep, following: LaunchedStep | None) -> list[StepOutput]:
+        """Wait for the tokens and commit; if that fails, undo the step that follows, then this one."""
+        try:
+            outputs = self._commit(step)
+        except BaseException:
+            self._failed_step = step.tx
+            if following is not None:
+                following.tx.rollback()
+            step.tx.rollback()
+            raise
+        self._meters.commit(step.start, step.tx)
+        return outputs
+
+    def _commit(self, step: LaunchedStep) -> list[StepOutput]:
+        sampled = step.sampled.result()
+        scores = self._prompt_logprobs.score(self.sampler, step.prompt_logits, step.spans)
+        outputs = step.tx.commit(sampled.token_ids, sampled.logprobs)
+        for output in outputs:
+            if output.finish_reason is not None:
+                self._grammars.forget(output.request_id)
+        self._prompt_logprobs.record(step.spans, scores)
+        return self._prompt_logprobs.attach(outputs, step.tx.sequences)
 
     def _swap(self) -> None:
         """Make the copies that the last commit asked for, and bring back who fits; a failed copy costs a recompute."""
@@ -334,26 +426,10 @@ class EngineCore:
         step, self._failed_step = self._failed_step, None
         return step
 
-    def _run(self, tx: StepTransaction) -> list[StepOutput]:
-        spans = self._prompt_logprobs.spans(tx.plan, tx.sequences)
-        extra = list(chain.from_iterable(range(s.flat_start, s.flat_start + len(s.target_token_ids)) for s in spans))
-        batch = RaggedBatch.of(
-            tx.plan, tx.sequences, self.scheduler.kv, extra_logit_indices=extra, device=self.model.device
-        )
-        logits = self.runner.run(batch)
-        sampled = self._sample(logits[: batch.num_sampling_rows], tx)
-        scores = self._prompt_logprobs.score(self.sampler, logits[batch.num_sampling_rows :], spans)
-        outputs = tx.commit(sampled.token_ids, sampled.logprobs)
-        for output in outputs:
-            if output.finish_reason is not None:
-                self._grammars.forget(output.request_id)
-        self._prompt_logprobs.record(spans, scores)
-        return self._prompt_logprobs.attach(outputs, tx.sequences)
-
-    def _sample(self, logits: torch.Tensor, tx: StepTransaction) -> SampledTokens:
+    def _sample(self, logits: torch.Tensor, tx: StepTransaction) -> PendingTokens | KnownTokens:
         sequences = [tx.sequences[i] for i in tx.plan.sampling_row_ids]
         rows = self._grammars.restrict([_sampling_row(s) for s in sequences], [s.request.request_id for s in sequences])
-        return self.sampler.sample(logits, rows)
+        return self.sampler.begin(logits, rows)
 
     def stats(self) -> dict[str, Any]:
         """Return counts and gauges, and what is requested and active of each optional feature (Any: JSON values)."""
@@ -407,6 +483,11 @@ class EngineCore:
                 "requested": self.config.cuda_graphs,
                 "active": self.runner.graphs is not None,
                 "reason": str(self._graph_refusal or "as requested"),
+            },
+            "overlap": {
+                "requested": self.config.overlap,
+                "active": self.plans_ahead,
+                "reason": str(self._overlap_refusal or "as requested"),
             },
             "experts": {
                 "requested": self.experts.requested,

@@ -1,5 +1,6 @@
 """What the steps of one engine did: sizes, waits and gaps, as histograms for ``stats()``."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -49,6 +50,7 @@ class StepMeters:
         self._clock = clock
         self._prefills: dict[str, _Prefill] = {}
         self._histograms = {name: Histogram(bounds) for name, bounds in _BOUNDS.items()}
+        self._last_end_s = -math.inf
         self._num_blocked_steps: dict[str, int] = dict.fromkeys(BLOCKED_BY, 0)
 
     def begin(self, request_id: str) -> None:
@@ -70,7 +72,9 @@ class StepMeters:
         if not plan.num_rows:
             return
         end_s = self._clock()
-        self._observe("step_seconds", end_s - start.now_s)
+        # A step launched behind another begins when that one ends.
+        self._observe("step_seconds", end_s - max(start.now_s, self._last_end_s))
+        self._last_end_s = end_s
         self._observe("iteration_tokens", plan.num_tokens)
         if start.num_decode_gap_steps and plan.decode_rows:
             self._observe("decode_gap_steps", start.num_decode_gap_steps)

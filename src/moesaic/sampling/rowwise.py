@@ -8,8 +8,9 @@ import torch
 
 from moesaic.errors import SamplingError
 from moesaic.request import TokenLogprobs
+from moesaic.sampling.pending import KnownTokens, SampledTokens
 from moesaic.sampling.row import SamplingRow
-from moesaic.sampling.sampler import SampledTokens, Sampler
+from moesaic.sampling.sampler import Sampler
 
 
 class RowwiseSampler(Sampler):
@@ -17,6 +18,10 @@ class RowwiseSampler(Sampler):
 
     So reported log probabilities could differ in their last bit with the number of rows (``docs/determinism.md``).
     """
+
+    def begin(self, logits: torch.Tensor, rows: SequenceOf[SamplingRow]) -> KnownTokens:
+        """Return what ``sample`` does, which has waited for the device."""
+        return KnownTokens(self.sample(logits, rows))
 
     def sample(self, logits: torch.Tensor, rows: SequenceOf[SamplingRow]) -> SampledTokens:
         """Return what ``Sampler.sample`` does; synchronises the device once or twice per row."""

@@ -7,7 +7,6 @@ temperature, top-k, min-p, top-p and one random choice. (transformers puts top-p
 """
 
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -18,22 +17,11 @@ from moesaic.sampling.draw import draw_tokens, slabs, uniforms
 from moesaic.sampling.filters import keep_min_p, keep_top_k, keep_top_p
 from moesaic.sampling.logprobs import packed_logprobs, unpacked_logprobs
 from moesaic.sampling.penalties import adjusted_logits
+from moesaic.sampling.pending import BROKEN, NOTHING_LEFT, KnownTokens, PendingTokens, SampledTokens
 from moesaic.sampling.row import SamplingRow
 from moesaic.sampling.transfer import to_device
 
 __all__ = ["SampledTokens", "Sampler", "SamplingRow"]
-
-# A row's token id says what is wrong with it: the one copy to the host then carries the check as well.
-_BROKEN = -1
-_NOTHING_LEFT = -2
-
-
-@dataclass(frozen=True, slots=True)
-class SampledTokens:
-    """One token per sampling row, and its log probabilities where the row asked for them."""
-
-    token_ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprobs | None, ...]
 
 
 class Sampler:
@@ -62,24 +50,29 @@ class Sampler:
     def sample(self, logits: torch.Tensor, rows: SequenceOf[SamplingRow]) -> SampledTokens:
         """Return a token per row of ``logits``, fp32 [S, V] on any device, which are left as they are.
 
-        Synchronises the device once to read the token ids, and once more if a row asks for log probabilities.
+        Synchronises the device.
         Raises: ``SamplingError`` if a row has NaN or infinite logits or no token that may be chosen.
         """
+        return self._pending(logits, rows).result()
+
+    def begin(self, logits: torch.Tensor, rows: SequenceOf[SamplingRow]) -> PendingTokens | KnownTokens:
+        """Return what ``sample`` will, without waiting for the device; ``logits`` may change once this is queued."""
+        return self._pending(logits, rows)
+
+    def _pending(self, logits: torch.Tensor, rows: SequenceOf[SamplingRow]) -> PendingTokens:
         self._check_shape(logits, len(rows))
         if not rows:
-            return SampledTokens((), ())
+            return PendingTokens(torch.empty(0, dtype=torch.int64), rows, [], None)
         scores = adjusted_logits(logits, rows, self.eos_token_ids)
         best, token_ids = scores.max(dim=-1)
         token_ids = _with_random_choices(token_ids, best, scores, rows)
         if scores is not logits:
-            token_ids = _marked(token_ids, best, _NOTHING_LEFT)
+            token_ids = _marked(token_ids, best, NOTHING_LEFT)
             best = logits.amax(dim=-1)
-        token_ids = _marked(token_ids, best, _BROKEN)
+        token_ids = _marked(token_ids, best, BROKEN)
         asking = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
         packed = self._packed(logits, token_ids, rows, asking) if asking else None
-        chosen = token_ids.tolist()
-        _check_choices(chosen, rows)
-        return SampledTokens(tuple(chosen), _logprobs_of(rows, asking, packed))
+        return PendingTokens(token_ids, rows, asking, packed)
 
     def prompt_logprobs(
         self, logits: torch.Tensor, target_token_ids: SequenceOf[int], num_top: int
@@ -175,27 +168,3 @@ def _drawn(
         index = to_device(np.array(nucleus, dtype=np.int64), scores.device)
         scores = scores.index_copy(0, index, keep_top_p(scores[index], top_p[index]))
     return draw_tokens(scores, uniform)
-
-
-def _check_choices(chosen: list[int], rows: SequenceOf[SamplingRow]) -> None:
-    bad = tuple(i for i, token_id in enumerate(chosen) if token_id < 0)
-    if not bad:
-        return
-    causes = {
-        _BROKEN: "has NaN or infinite logits",
-        _NOTHING_LEFT: "has no token left (logit_bias, min_tokens, penalties and grammar remove all)",
-    }
-    listed = "; ".join(f"row {i} at output {len(rows[i].output_token_ids)} {causes[chosen[i]]}" for i in bad)
-    message = f"no token can be sampled for {len(bad)} of {len(rows)} rows: {listed}"
-    raise SamplingError(message, rows=bad, own_fault_rows=tuple(i for i in bad if chosen[i] == _NOTHING_LEFT))
-
-
-def _logprobs_of(
-    rows: SequenceOf[SamplingRow], asking: list[int], packed: torch.Tensor | None
-) -> tuple[TokenLogprobs | None, ...]:
-    result: list[TokenLogprobs | None] = [None] * len(rows)
-    if packed is not None:
-        entries = unpacked_logprobs(packed, [rows[i].params.logprobs or 0 for i in asking])
-        for i, entry in zip(asking, entries, strict=True):
-            result[i] = entry
-    return tuple(result)

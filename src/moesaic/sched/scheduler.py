@@ -417,7 +417,7 @@ class Scheduler:
         self._keep(tx, finished)
         return outputs, finished
 
-    def _keep(self, tx: StepTransaction, finished: SequenceOf[Sequence]) -> None:
+    def _keep(self, tx: StepTransaction, finished: list[Sequence]) -> None:
         """Make the leases of ``tx`` its rows' own, and put each row where its status says."""
         tx.keep_leases(self.kv)
         live = [tx.sequences[c.seq_id] for c in tx.plan.chunks if self.is_live(tx, tx.sequences[c.seq_id])]
@@ -519,7 +519,7 @@ class Scheduler:
             awaiting[seq_id] = seq
             if seq.append_placeholder():
                 last.add(seq_id)
-        self._keep(tx, ())
+        self._keep(tx, [])
         for seq_id in rows.keys() - last:
             del self.in_flight[seq_id]
         return Advance(tx.step_id, undo, rows, awaiting)

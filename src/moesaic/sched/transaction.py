@@ -77,6 +77,11 @@ class StepTransaction:
         return self._scheduler.commit(self, token_ids, logprobs)
 
     @property
+    def has_rows(self) -> bool:
+        """False once every row has ended or lost its KV: nothing can come of the step."""
+        return any(self._scheduler.is_live(self, seq) for seq in self.sequences.values())
+
+    @property
     def is_advanced(self) -> bool:
         """True between ``advance`` and ``commit`` or ``rollback``."""
         return self._scheduler.is_advanced(self)
