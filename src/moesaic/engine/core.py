@@ -22,6 +22,8 @@ from moesaic.engine.memory import FreeMemory, context_length, plan_memory, resol
 from moesaic.engine.meters import StepMeters
 from moesaic.engine.prompt_logprobs import PromptLogprobs
 from moesaic.engine.stages import StageClock
+from moesaic.engine.stall_bound import DecodeStallBound, bound_stats
+from moesaic.engine.step_time import StepSizes
 from moesaic.errors import EngineDeadError, Refused, RequestError
 from moesaic.experts.select import ExpertSelection, select_experts
 from moesaic.experts.triton import TritonExperts
@@ -123,6 +125,7 @@ class EngineCore:
         self.swap_pool = HostSwapPool(store)
         self._deadlines = Deadlines(clock)
         self._meters = StepMeters(clock)
+        self._stall_bound = DecodeStallBound.of(config)
         make_sampler = RowwiseSampler if config.batch_invariant else Sampler
         self.sampler = make_sampler(vocab_size=model.info.vocab_size, eos_token_ids=model.info.eos_token_ids)
         self._prompt_logprobs = PromptLogprobs()
@@ -302,6 +305,8 @@ class EngineCore:
         for request_id, timeout_s in self._deadlines.expired():
             self.fail_request(request_id, f"unfinished after {timeout_s} s (timeout_s); allow more time")
         self._swap()
+        if self._stall_bound is not None:
+            self._stall_bound.limit(self.scheduler)
         start = self._meters.start(self.scheduler)
         with self.scheduler.step() as tx:
             try:
@@ -309,7 +314,9 @@ class EngineCore:
             except BaseException:
                 self._failed_step = tx
                 raise
-        self._meters.commit(start, tx)
+        stall_s = self._meters.commit(start, tx)
+        if self._stall_bound is not None and stall_s is not None:
+            self._stall_bound.observe(StepSizes.of(tx.plan), stall_s)
         for output in outputs:
             if output.finish_reason is not None:
                 self._forget(output.request_id)
@@ -380,14 +387,20 @@ class EngineCore:
             "start_up_seconds": dict(self.stages.seconds),
             "features": self.features(),
             **self._meters.stats(),
+            **bound_stats(self._stall_bound),
         }
 
     def features(self) -> dict[str, dict[str, Any]]:
         """Return requested, active and reason of each optional feature (Any: booleans or names)."""
-        is_chunked = self.config.enable_chunked_prefill
+        is_chunked, bound_ms = self.config.enable_chunked_prefill, self.config.max_decode_stall_ms
         experts = self.model.experts
         return {
             "chunked_prefill": {"requested": is_chunked, "active": is_chunked, "reason": "as requested"},
+            "decode_stall_bound": {
+                "requested": bound_ms is not None,
+                "active": bound_ms is not None,
+                "reason": "not requested" if bound_ms is None else f"chunks are sized to steps of {bound_ms} ms",
+            },
             "attention_backend": {
                 "requested": self.attention.requested,
                 "active": self.attention.active,
