@@ -96,6 +96,7 @@ class StepTimeModel:
         self.costs = StepCosts()
         self._gram: NDArray[np.float64] = np.zeros((size, size))
         self._target: NDArray[np.float64] = np.zeros(size)
+        self._trust: NDArray[np.float64] = _TRUST * np.eye(size)
 
     def observe(self, sizes: StepSizes, seconds: float) -> None:
         """Take one step into the fit; some tens of microseconds."""
@@ -109,14 +110,13 @@ class StepTimeModel:
 
         One that became 0 on the way does not come back within this fit: the next step fits all anew.
         """
-        scale = np.sqrt(np.diag(self._gram))
+        scale = np.sqrt(self._gram.diagonal())
         scale[scale == 0] = 1.0  # a size that was 0 in every step says nothing: its coefficient stays
-        gram = self._gram / np.outer(scale, scale) + _TRUST * np.eye(len(scale))
+        gram = self._gram / np.outer(scale, scale) + self._trust
         target = self._target / scale + _TRUST * scale * np.array(self.costs.as_row())
-        free = np.ones(len(scale), dtype=bool)
-        while True:
+        fitted, free = np.linalg.solve(gram, target), np.ones(len(scale), dtype=bool)
+        while fitted.min() < 0:
+            free &= fitted >= 0
             fitted = np.zeros(len(scale))
             fitted[free] = np.linalg.solve(gram[np.ix_(free, free)], target[free])
-            if fitted.min() >= 0:
-                return fitted / scale
-            free &= fitted >= 0
+        return fitted / scale
