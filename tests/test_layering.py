@@ -65,7 +65,8 @@ LAYERS: tuple[tuple[str, bool, str], ...] = (
         "bench.workload bench.client bench.paired bench.report bench.progress bench.timeline bench.peer bench.offline "
         "bench.stall bench.planner bench.pressure bench.run bench.load "
         "bench.events bench.figures bench.arm bench.steps bench.comparison bench.summary bench.svg bench.html "
-        "bench.png demo.scene demo.run demo.show demo.picture",
+        "bench.png bench.drive bench.engine_load bench.engine_rows bench.engine "
+        "demo.scene demo.run demo.show demo.picture",
     ),
     ("command line", True, "cli"),
 )

@@ -21,12 +21,21 @@ from moesaic.bench.figures import (
     values,
 )
 from moesaic.bench.paired import Spread
+from moesaic.errors import ConfigError
 
 HEAD = ("ms", "arm", "p50", "p90", "p99", "max", "n")
 
 
 def bounds(recording: Recording) -> Bounds:
-    """Return the bounds of goodput that the run was given."""
+    """Return the bounds of goodput that the run was given.
+
+    Raises: ``ConfigError`` if it was given none: ``moesaic bench engine`` compares no arms.
+    """
+    if not {"max_ttft_s", "max_stall_s"} <= recording.settings.keys():
+        raise ConfigError(
+            "these events are of no comparison; pass the .jsonl of moesaic bench paired "
+            "(the figures of moesaic bench engine are in the .json beside its events)"
+        )
     return Bounds(ttft_s=recording.settings["max_ttft_s"], stall_s=recording.settings["max_stall_s"])
 
 
