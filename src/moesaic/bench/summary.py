@@ -159,14 +159,18 @@ def remarks(recording: Recording) -> list[str]:
 
 
 def show_summary(recording: Recording, console: Console) -> None:
-    """Print the tables and what belongs beside them."""
+    """Print the tables and what belongs beside them.
+
+    Raises: ``ConfigError`` if it is no comparison, before anything is printed.
+    """
+    runs = run_rows(recording)
     for role, title in ROLES.items():
         if rows := distribution_rows(recording, role):
             _print(console, title, HEAD, rows)
     if rows := difference_rows(recording):
         title = f"candidate - {recording.arms[0]}, ms: median (range) over pairs"
         _print(console, title, ("", "candidate", "p50", "p99", "max"), rows)
-    _print(console, "runs: median (range)", RUN_HEAD, run_rows(recording))
+    _print(console, "runs: median (range)", RUN_HEAD, runs)
     for remark in remarks(recording):
         console.print(remark, markup=False, highlight=False)
 
