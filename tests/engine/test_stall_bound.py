@@ -152,6 +152,17 @@ def test_a_step_without_streams_has_its_whole_budget() -> None:
     assert engine.bound.stats()["num_decode_stall_exceeded_steps"] == 0
 
 
+def test_the_limit_of_a_step_with_streams_ends_with_the_streams() -> None:
+    engine = create_timed(10, GPU_LIKE, streams=2)
+    engine.scheduler.add(create_request("prompt", 1000, 1))
+    engine.step()
+    assert engine.steps[-1].chunk_limit == LEAST
+    for i in range(2):
+        engine.scheduler.abort(f"stream{i}")
+    engine.step()
+    assert [c.num_tokens for c in engine.steps[-1].plan.chunks] == [1000 - LEAST]
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_prompts_advance_and_nobody_starves_however_the_limit_jumps(seed: int) -> None:
     """The scheduler's own checks (``MOESAIC_CHECK``) raise when a prompt waits longer than the threshold."""
