@@ -74,6 +74,11 @@ PANELS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
         "short",
         ((quantile(0.99, "prefill_wait_steps"), "prefill wait"), (quantile(0.99, "decode_gap_steps"), "decode gap")),
     ),
+    (
+        "Decode stall and its bound",
+        "s",
+        (("moesaic_decode_stall_p99_seconds", "p99"), ("moesaic_decode_stall_bound_seconds", "bound")),
+    ),
     ("Chunk sizes", "short", tuple((quantile(q, "prefill_chunk_tokens"), f"p{q * 100:g}") for q in (0.5, 0.99))),
     (
         "Steps in which the first prompt did not start",

@@ -53,7 +53,7 @@ LAYERS: tuple[tuple[str, bool, str], ...] = (
         "engine.memory engine.model_plan "
         "engine.deadlines engine.core engine.llm engine.client engine.wire engine.process engine.detokenizer "
         "engine.outputs engine.prompt_logprobs engine.loop engine.chunk_budget engine.supervisor engine.meters "
-        "engine.stages engine.launched",
+        "engine.stages engine.launched engine.step_time engine.stall_bound",
     ),
     (
         "edges",
@@ -66,7 +66,8 @@ LAYERS: tuple[tuple[str, bool, str], ...] = (
         "bench.workload bench.client bench.paired bench.report bench.progress bench.timeline bench.peer bench.offline "
         "bench.stall bench.planner bench.pressure bench.run bench.load "
         "bench.events bench.figures bench.arm bench.steps bench.comparison bench.summary bench.svg bench.html "
-        "bench.png demo.scene demo.run demo.show demo.picture",
+        "bench.png bench.drive bench.engine_load bench.engine_rows bench.engine "
+        "demo.scene demo.run demo.show demo.picture",
     ),
     ("command line", True, "cli"),
 )

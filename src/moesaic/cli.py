@@ -191,7 +191,7 @@ def demo(
     console.print(str(report), markup=False, highlight=False, soft_wrap=True)
 
 
-bench_app = typer.Typer(help="Benchmarks on this machine's CPU; without a name, all of them in turn.")
+bench_app = typer.Typer(help="Benchmarks; without a name, those of this machine's CPU in turn.")
 app.add_typer(bench_app, name="bench", invoke_without_command=True)
 
 JsonOption = Annotated[Path | None, typer.Option("--json", help="Write settings and every sample to this file.")]
@@ -302,6 +302,51 @@ def bench_pressure(
     _run_benches(benches, json, None)
 
 
+@bench_app.command("engine")
+@with_flags(engine=EngineConfig)
+def bench_engine(
+    model: ModelArgument,
+    *,
+    workloads: Annotated[str, typer.Option(help="Of decode, stall, offline; with commas.")] = "decode,stall,offline",
+    budgets: Annotated[
+        str | None, typer.Option(help="Like 512,2048: chunked prefill with these tokens a step, one after the other.")
+    ] = None,
+    rows: Annotated[list[int] | None, typer.Option(min=1, help="Decode rows; repeatable.")] = None,
+    streams: Annotated[int | None, typer.Option(min=1, help="Streams that run when the long prompts arrive.")] = None,
+    long_prompts: Annotated[int | None, typer.Option(min=1, help="Long prompts that arrive.")] = None,
+    long_gap_s: Annotated[float | None, typer.Option(min=0.0, help="Seconds between their arrivals.")] = None,
+    requests: Annotated[int | None, typer.Option(min=1, help="Requests of the offline load.")] = None,
+    length_divisor: Annotated[int | None, typer.Option(min=1, help="Divides all lengths, for small machines.")] = None,
+    threads: ThreadsOption = None,
+    json: Annotated[
+        Path | None, typer.Option("--json", help="Write figures here, and events beside it as .jsonl.")
+    ] = None,
+    engine: EngineConfig,
+) -> None:
+    """Measure one engine in this process: decode steps, stalls by long prompts, offline throughput, start-up."""
+
+    def benches() -> list["Bench"]:
+        from moesaic.bench.engine import EngineBench, with_budget
+        from moesaic.bench.engine_load import EngineLoads
+
+        loads = EngineLoads(
+            loads=tuple(workloads.split(",")),
+            **_given(
+                decode_rows=tuple(rows) if rows else None,
+                num_streams=streams,
+                num_long=long_prompts,
+                long_gap_s=long_gap_s,
+                num_offline=requests,
+                length_divisor=length_divisor,
+            ),
+        )
+        configs = [with_budget(engine, n) for n in _numbers(budgets, "budgets")] if budgets else [engine]
+        measured = EngineBench(model, loads, None if json is None else json.with_suffix(".jsonl"))
+        return [partial(measured.run, config) for config in configs]
+
+    _run_benches(benches, json, threads)
+
+
 @bench_app.command("paired")
 def bench_paired(
     model: ModelArgument,
@@ -347,7 +392,7 @@ def bench_paired(
         from moesaic.bench.comparison import ArmSettings, ComparisonSettings, chunking_arms, run_comparison
         from moesaic.bench.load import LoadSettings
 
-        sizes = _sizes(chunk_sizes) if chunk_sizes else (128,)
+        sizes = _numbers(chunk_sizes, "chunk sizes") if chunk_sizes else (128,)
         off, on, *more = chunking_arms(model, sizes)
         own = {"A": (off, arm_a, url_a, model_a), "B": (on, arm_b, url_b, model_b)}
         arms = [
@@ -400,13 +445,13 @@ def bench_report(
         _keep(read_events(file), Console(), None, html, png)
 
 
-def _sizes(text: str) -> tuple[int, ...]:
+def _numbers(text: str, name: str) -> tuple[int, ...]:
     from moesaic.errors import ConfigError
 
     try:
         return tuple(map(int, text.split(",")))
     except ValueError as error:
-        raise ConfigError(f"chunk sizes are {text!r}; give whole numbers with commas, like 64,128,256") from error
+        raise ConfigError(f"{name} are {text!r}; give whole numbers with commas, like 64,128,256") from error
 
 
 def _split(flags: str | None) -> tuple[str, ...]:

@@ -34,6 +34,8 @@ class EngineConfig:
     """Most prompts that may be part-way at once, at least 1 (chunked prefill only)."""
     max_tokens_per_step: int = 2048
     """Most query tokens in one step, in tokens; at least max_batch_size + block_size."""
+    max_decode_stall_ms: int | None = None
+    """Most milliseconds a step makes streams wait, at least 1; chunks are sized to it (chunked prefill only)."""
     max_batch_size: int = 256
     """Most requests running at once, which is the most rows in one step, at least 1."""
     scheduling_policy: SchedulingPolicy = "fcfs"
@@ -95,6 +97,11 @@ class EngineConfig:
         if self.seed >= 2**63:
             raise ConfigError(f"seed is {self.seed}; it must be below 2**63; lower --seed")
         self._check_step_budget()
+        if self.max_decode_stall_ms is not None and not self.enable_chunked_prefill:
+            raise ConfigError(
+                f"max_decode_stall_ms is {self.max_decode_stall_ms} but chunked prefill is off: a whole prompt takes "
+                "as long as it takes; add --enable-chunked-prefill or leave --max-decode-stall-ms out"
+            )
 
     def _check_step_budget(self) -> None:
         floor = self.max_batch_size + self.block_size
@@ -119,6 +126,7 @@ _AT_LEAST_ONE = (
     "prefill_starvation_threshold_steps",
     "max_partial_prefills",
     "max_tokens_per_step",
+    "max_decode_stall_ms",
     "max_batch_size",
     "priority_aging_steps",
     "max_consecutive_failed_steps",

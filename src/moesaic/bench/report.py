@@ -1,8 +1,11 @@
 """What a benchmark found: a small table for people, everything for a file."""
 
+import contextlib
 import json
 import os
 import platform
+import shlex
+import sys
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -46,7 +49,20 @@ def environment() -> dict[str, Any]:
         "moesaic": moesaic.__version__,
         "torch": torch.__version__,
         "transformers": metadata.version("transformers"),
+        **_gpu(),
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
     }
+
+
+def _gpu() -> dict[str, Any]:
+    """Return the card and what drives it (Any: JSON values); nothing without one."""
+    if not torch.cuda.is_available():
+        return {}
+    found = {"gpu": torch.cuda.get_device_name(), "num_gpus": torch.cuda.device_count(), "cuda": torch.version.cuda}
+    for package in ("triton", "flashinfer-python"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[package] = metadata.version(package)
+    return found
 
 
 def cpu_name() -> str:
@@ -63,6 +79,8 @@ def show(report: Report, console: Console) -> None:
     """Print a report in at most the width of ``console``."""
     where = report.environment
     console.print(f"\n{report.name}: {_pairs(report.settings)}", highlight=False, soft_wrap=False)
+    if "gpu" in where:
+        console.print(f"{where['gpu']}, CUDA {where['cuda']}", highlight=False)
     console.print(
         f"{where['cpu']}, threads {where['num_threads']} of {where['num_cpus']}, "
         f"load {where['load_average'][0]:.1f}, torch {where['torch']}, transformers {where['transformers']}",

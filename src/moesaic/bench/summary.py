@@ -21,12 +21,21 @@ from moesaic.bench.figures import (
     values,
 )
 from moesaic.bench.paired import Spread
+from moesaic.errors import ConfigError
 
 HEAD = ("ms", "arm", "p50", "p90", "p99", "max", "n")
 
 
 def bounds(recording: Recording) -> Bounds:
-    """Return the bounds of goodput that the run was given."""
+    """Return the bounds of goodput that the run was given.
+
+    Raises: ``ConfigError`` if it was given none: ``moesaic bench engine`` compares no arms.
+    """
+    if not {"max_ttft_s", "max_stall_s"} <= recording.settings.keys():
+        raise ConfigError(
+            "these events are of no comparison; pass the .jsonl of moesaic bench paired "
+            "(the figures of moesaic bench engine are in the .json beside its events)"
+        )
     return Bounds(ttft_s=recording.settings["max_ttft_s"], stall_s=recording.settings["max_stall_s"])
 
 
@@ -150,14 +159,18 @@ def remarks(recording: Recording) -> list[str]:
 
 
 def show_summary(recording: Recording, console: Console) -> None:
-    """Print the tables and what belongs beside them."""
+    """Print the tables and what belongs beside them.
+
+    Raises: ``ConfigError`` if it is no comparison, before anything is printed.
+    """
+    runs = run_rows(recording)
     for role, title in ROLES.items():
         if rows := distribution_rows(recording, role):
             _print(console, title, HEAD, rows)
     if rows := difference_rows(recording):
         title = f"candidate - {recording.arms[0]}, ms: median (range) over pairs"
         _print(console, title, ("", "candidate", "p50", "p99", "max"), rows)
-    _print(console, "runs: median (range)", RUN_HEAD, run_rows(recording))
+    _print(console, "runs: median (range)", RUN_HEAD, runs)
     for remark in remarks(recording):
         console.print(remark, markup=False, highlight=False)
 

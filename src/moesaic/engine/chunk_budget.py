@@ -10,17 +10,25 @@ full budget is back within seconds.
 """
 
 
+def least_chunk_tokens(config: EngineConfig) -> int:
+    """Return the prompt tokens that a step needs at least: one block, or what the lanes need to have their turns.
+
+    None of them waits longer than ``prefill_starvation_threshold_steps`` with ``(max_partial_prefills + 1) /
+    (threshold + 1)``.
+    """
+    num_members, threshold = config.max_partial_prefills + 1, config.prefill_starvation_threshold_steps
+    return max(config.block_size, -(-num_members // (threshold + 1)))
+
+
 class ChunkBudget:
     """Prompt tokens that a step may have beside its decode rows: halved by ``shrink``, doubled back by ``grow``.
 
-    The floor is one block of tokens, or what the lanes need so that none waits longer than
-    ``prefill_starvation_threshold_steps``: at least ``(max_partial_prefills + 1) / (threshold + 1)``.
+    The floor is ``least_chunk_tokens``.
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        num_members, threshold = config.max_partial_prefills + 1, config.prefill_starvation_threshold_steps
         self.full_tokens = config.max_tokens_per_step
-        self.floor_tokens = max(config.block_size, -(-num_members // (threshold + 1)))
+        self.floor_tokens = least_chunk_tokens(config)
         self.tokens = self.full_tokens
         self._num_good_steps = 0
 

@@ -23,6 +23,8 @@ from moesaic.engine.memory import FreeMemory, context_length, plan_memory, resol
 from moesaic.engine.meters import StepMeters, StepStart
 from moesaic.engine.prompt_logprobs import PromptLogprobs
 from moesaic.engine.stages import StageClock
+from moesaic.engine.stall_bound import DecodeStallBound, bound_stats
+from moesaic.engine.step_time import StepSizes
 from moesaic.errors import EngineDeadError, Refused, RequestError
 from moesaic.experts.select import ExpertSelection, select_experts
 from moesaic.experts.triton import TritonExperts
@@ -125,6 +127,7 @@ class EngineCore:
         self.swap_pool = HostSwapPool(store)
         self._deadlines = Deadlines(clock)
         self._meters = StepMeters(clock)
+        self._stall_bound = DecodeStallBound.of(config)
         make_sampler = RowwiseSampler if config.batch_invariant else Sampler
         self.sampler = make_sampler(vocab_size=model.info.vocab_size, eos_token_ids=model.info.eos_token_ids)
         self._prompt_logprobs = PromptLogprobs()
@@ -338,6 +341,8 @@ class EngineCore:
 
     def _launch(self, carried: CarriedTokens | None = None) -> LaunchedStep | None:
         """Plan a step and queue its work; None if nothing can run."""
+        if self._stall_bound is not None:
+            self._stall_bound.limit(self.scheduler)
         start = self._meters.start(self.scheduler)
         tx = self.scheduler.step()
         try:
@@ -394,7 +399,9 @@ class EngineCore:
                 following.tx.rollback()
             step.tx.rollback()
             raise
-        self._meters.commit(step.start, step.tx)
+        stall_s = self._meters.commit(step.start, step.tx)
+        if self._stall_bound is not None and stall_s is not None:
+            self._stall_bound.observe(StepSizes.of(step.tx.plan), stall_s)
         return outputs
 
     def _commit(self, step: LaunchedStep) -> list[StepOutput]:
@@ -456,14 +463,20 @@ class EngineCore:
             "start_up_seconds": dict(self.stages.seconds),
             "features": self.features(),
             **self._meters.stats(),
+            **bound_stats(self._stall_bound),
         }
 
     def features(self) -> dict[str, dict[str, Any]]:
         """Return requested, active and reason of each optional feature (Any: booleans or names)."""
-        is_chunked = self.config.enable_chunked_prefill
+        is_chunked, bound_ms = self.config.enable_chunked_prefill, self.config.max_decode_stall_ms
         experts = self.model.experts
         return {
             "chunked_prefill": {"requested": is_chunked, "active": is_chunked, "reason": "as requested"},
+            "decode_stall_bound": {
+                "requested": bound_ms is not None,
+                "active": bound_ms is not None,
+                "reason": "not requested" if bound_ms is None else f"chunks are sized to steps of {bound_ms} ms",
+            },
             "attention_backend": {
                 "requested": self.attention.requested,
                 "active": self.attention.active,

@@ -52,7 +52,7 @@ class RecordingScheduler(Scheduler):
 
     def step(self) -> StepTransaction:
         tx = super().step()
-        self.log.step(tx.step_id, self.max_tokens_per_step, tx.plan)
+        self.log.step(tx.step_id, tx.max_tokens, tx.plan)
         return tx
 
     def advance(self, tx: StepTransaction) -> bool:

@@ -128,7 +128,7 @@ class _Player:
     ) -> tuple[Any, Any]:
         self._last_step = step_id
         self._last_decode = self._last_decode if decode is None else decode
-        # The engine lowers the limit for a while when memory runs out.
+        # The engine lowers the limit while memory is short, and for the decode stall bound.
         self._scheduler.max_tokens_per_step = max_tokens
         tx = self._steps[step_id] = self._scheduler.step()
         got = [row.seq_id for row in tx.plan.decode_rows], [[c.seq_id, c.start, c.num_tokens] for c in tx.plan.chunks]

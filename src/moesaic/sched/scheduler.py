@@ -57,6 +57,8 @@ class Scheduler:
         self.kv = kv
         self.policy = policy
         self.max_tokens_per_step = max_tokens_per_step
+        self.max_tokens_beside_decode: int | None = None
+        """Prompt tokens that a step with decode rows may have; None leaves them all that the rows leave."""
         self.max_batch_size = max_batch_size
         self.max_model_len = max_model_len
         self.counts = SchedulerCounts()
@@ -226,7 +228,7 @@ class Scheduler:
         decoding = self.running.decoding
         sequences = {i: decoding[i] for i, _ in proposal.decode_rows}
         sequences.update((c.seq_id, self._find(c.seq_id)) for c in proposal.chunks)
-        tx = StepTransaction(self, self._next_step_id, proposal, sequences)
+        tx = StepTransaction(self, self._next_step_id, proposal, sequences, view.max_tokens)
         tx.blocked_by = blocked_by(view, proposal, is_chunked=not self.policy.may_run_alone)
         self._next_step_id += 1
         if self._has_checks:
@@ -251,7 +253,7 @@ class Scheduler:
         rows = [DecodeRow(i, s.committed_kv_tokens) for i, s in running.decoding.items() if i not in busy]
         lanes = (running.lanes[i] for i in running.rotation.order if i in running.lanes and i not in busy)
         return StepView(
-            max_tokens=self.max_tokens_per_step,
+            max_tokens=self._step_limit(len(rows)),
             num_free_rows=self.max_batch_size - self._num_admitted(),
             block_size=block_size,
             num_free_blocks=self.kv.pool.num_free,
@@ -265,6 +267,13 @@ class Scheduler:
             rotation=running.rotation,
             num_decode_gap_steps=running.num_decode_gap_steps,
         )
+
+    def _step_limit(self, num_decode_rows: int) -> int:
+        """Return the query tokens of a step with so many decode rows; without any it has its whole budget."""
+        beside = self.max_tokens_beside_decode
+        if beside is None or not num_decode_rows:
+            return self.max_tokens_per_step
+        return min(self.max_tokens_per_step, num_decode_rows + beside)
 
     def _num_admitted(self) -> int:
         """Return how many rows are spoken for: the running, newcomers in flight, and those swapped out."""

@@ -20,9 +20,16 @@ class StepTransaction:
     """The plan of one step and the leases of its rows, in flight until commit or rollback (both idempotent)."""
 
     def __init__(
-        self, scheduler: "Scheduler", step_id: int, proposal: Proposal, sequences: dict[SeqId, Sequence]
+        self,
+        scheduler: "Scheduler",
+        step_id: int,
+        proposal: Proposal,
+        sequences: dict[SeqId, Sequence],
+        max_tokens: int,
     ) -> None:
         self.step_id = step_id
+        self.max_tokens = max_tokens
+        """Query tokens that the plan could have."""
         self.plan = StepPlan(decode_rows=proposal.decode_rows, chunks=proposal.chunks)
         self.proposal = proposal
         self.sequences = sequences

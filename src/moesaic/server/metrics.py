@@ -135,6 +135,31 @@ METRICS: tuple[MetricSpec, ...] = (
     _gauge(
         "chunk_budget_tokens", "Prompt tokens a step may have; halved for a while by failures.", "chunk_budget_tokens"
     ),
+    _gauge(
+        "decode_stall_bound_seconds",
+        "What max_decode_stall_ms asks for; 0 without.",
+        "decode_stall_bound_seconds",
+    ),
+    _gauge(
+        "decode_stall_p99_seconds",
+        "Time that the streams in a step waited for it, 99th percentile of the last 1024 steps with streams.",
+        "decode_stall_p99_seconds",
+    ),
+    _gauge(
+        "decode_stall_chunk_tokens",
+        "Prompt tokens that the last step with streams could have under the bound; 0 without.",
+        "decode_stall_chunk_tokens",
+    ),
+    _counter(
+        "decode_stall_exceeded_steps",
+        "Steps that made streams wait longer than the bound.",
+        "num_decode_stall_exceeded_steps",
+    ),
+    _counter(
+        "decode_stall_unmet_steps",
+        "Steps with the smallest chunk that is allowed and yet no hope of the bound.",
+        "num_decode_stall_unmet_steps",
+    ),
     _gauge("engine_up", "1 while the engine serves, else 0."),
     _gauge("engine_stats_age_seconds", "Age of the engine's numbers; above 0 only while a step takes long."),
     _gauge(
