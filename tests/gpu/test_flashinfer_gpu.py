@@ -121,6 +121,38 @@ def test_a_long_chunk_after_the_first_finds_room_for_split_kv(backend: FlashInfe
         Step([(1, 100)] * 32 + [(512, context)]).check(backend, PLAIN)
 
 
+GATHERED: list[Rows] = [
+    [(600, 4000)],
+    [(1, 300), (2016, 5000)],
+    [(512, 4096), (511, 4095), (700, 0), (513, 1)],
+    [(1000, 15), (1000, 8001), (3, 9)],
+]
+
+
+@pytest.mark.parametrize("heads", [(32, 4), (64, 4)], ids=str)
+@pytest.mark.parametrize("rows", GATHERED, ids=str)
+def test_chunks_on_long_contexts_are_copied_into_one_piece(heads: tuple[int, int], rows: Rows) -> None:
+    """The scratch memory is full of NaN behind the rows: nobody may read it."""
+    backend, step = create_backend(heads), Step(rows, heads)
+    gathered = backend._gathered
+    assert gathered is not None
+    gathered._keys.fill_(math.nan)
+    gathered._values.fill_(math.nan)
+    step.check(backend, PLAIN)
+    num_written = int((~gathered._keys.isnan()).sum()) // (heads[1] * 128)
+    assert num_written == sum(q + c for q, c in rows if q > 1)
+
+
+def test_two_gathered_steps_and_layers_do_not_mix(backend: FlashInferAttention) -> None:
+    steps = [Step([(1000, 6000)], seed=1), Step([(900, 3300), (800, 4100)], seed=2)]
+    for step in steps:
+        plan = backend.plan(step.batch)
+        for scale in (0.05, 0.2):
+            params = AttentionParams(scale=scale)
+            out = backend.run(plan, step.query, *step.pages, params)
+            torch.testing.assert_close(out.float(), step.expected(params), atol=TOLERANCE, rtol=TOLERANCE)
+
+
 def test_a_prepared_backend_plans_any_step_within_its_limits() -> None:
     """Both kernels of chunks, however many rows: the workspace was sized for it."""
     backend = create_backend(max_rows=32, max_tokens=2048)

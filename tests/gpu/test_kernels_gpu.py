@@ -209,3 +209,21 @@ def test_what_the_tuner_finds_is_a_table_that_serves(tmp_path) -> None:
     table = read_table(tuning.write(tmp_path))
     assert [n for n, _ in table.by_tokens] == [1, 8, 64]
     assert all(math.isfinite(entry.time_us) and entry.floor_us > 0 for entry in tuning.entries)
+
+
+@pytest.mark.parametrize("block_size", [1, 16, 32])
+@pytest.mark.parametrize(("kv_heads", "dim"), [(1, 64), (4, 128), (3, 80)])
+def test_gathered_pages_equal_the_reference(block_size, kv_heads, dim) -> None:
+    from moesaic.kernels.gather import gather_pages
+
+    keys, values = (_random(40, block_size, kv_heads, dim) for _ in range(2))
+    pages = torch.randperm(40, device="cuda")[:23].int()
+    counts = torch.full((23,), block_size)
+    counts[[6, 7, 22]] = torch.tensor([1, (block_size + 1) // 2, block_size])
+    starts = torch.cat([torch.zeros(1), counts.cumsum(0)]).int().cuda()
+    outs = [
+        [torch.full((int(starts[-1]) + 5, kv_heads, dim), 7.0, device="cuda").bfloat16() for _ in "kv"] for _ in "ab"
+    ]
+    gather_pages(keys, values, pages, starts, *outs[0])
+    reference.gather_pages(keys, values, pages, starts, *outs[1])
+    assert all(torch.equal(got, want) for got, want in zip(*outs, strict=True))

@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from moesaic.attention.base import AttentionParams
+from moesaic.attention.gathered import GatheredKV, GatheredLayout
 from moesaic.errors import ConfigError, InvariantError, Refused
 
 if TYPE_CHECKING:
@@ -54,6 +56,7 @@ class FlashInferAttention:
         self._workspace: torch.Tensor | None = None
         self._decode: dict[_LayerKind, _Wrapper] = {}
         self._chunks: dict[tuple[_LayerKind, str], _Wrapper] = {}
+        self._gathered: GatheredKV | None = None
 
     def supports(self, geometry: KVGeometry) -> Refused | None:
         """Return why FlashInfer cannot serve these layers, or None if it can."""
@@ -77,6 +80,7 @@ class FlashInferAttention:
         num_bytes = max(workspace_bytes(limits, s.num_kv_heads, s.key_dim, self._num_sms) for s in shapes)
         try:
             self._workspace = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+            self._gathered = GatheredKV(limits, self.device) if self._has_fa3 else None
             for shape in shapes:
                 kind = _LayerKind(limits.num_query_heads, shape.num_kv_heads, shape.key_dim, limits.dtype)
                 for rows in _largest_steps(limits, self.device):
@@ -117,14 +121,36 @@ class FlashInferAttention:
             raise InvariantError(f"query has {len(query)} tokens but the step was planned for {plan.num_tokens}")
         kind, query = _LayerKind.of(query, key_pages, params), query.contiguous()
         out = torch.empty_like(query) if out is None else out
-        for wrapper, first, last in plan.parts(kind, self):
-            _run(wrapper, query[first:last], (key_pages, value_pages), out[first:last], params)
+        for part in plan.parts(kind, self):
+            first, last = part.rows.first_token, part.rows.last_token
+            kv: tuple[Any, ...] = ((key_pages, value_pages),)
+            if part.layout is not None and self._gathered is not None:
+                kv = self._gathered.gather(part.layout, key_pages, value_pages)
+            _run(part.wrapper, query[first:last], kv, out[first:last], params)
         return out
 
-    def _planned(self, kind: _LayerKind, rows: _Rows) -> Any:
-        """Return a FlashInfer wrapper planned for ``rows``; the last plan of the same wrapper is void."""
-        wrapper = self._decode_wrapper(kind) if rows.is_decode else self._chunk_wrapper(kind, rows)
-        return wrapper.plan(kind, rows)
+    def _planned(self, kind: _LayerKind, rows: _Rows) -> _Part:
+        """Return ``rows`` with a wrapper planned for them; the last plan of the same wrapper is void."""
+        if rows.is_decode:
+            return _Part(self._decode_wrapper(kind).plan(kind, rows), rows)
+        if self._is_gathered(kind, rows):
+            layout = GatheredLayout.of(rows.kv_lengths, rows.page_indices, rows.block_size)
+            return _Part(self._gathered_wrapper(kind).plan_gathered(kind, rows), rows, layout)
+        return _Part(self._chunk_wrapper(kind, rows).plan(kind, rows), rows)
+
+    def _is_gathered(self, kind: _LayerKind, rows: _Rows) -> bool:
+        if self._gathered is None or kind.window is not None or self._chunk_kernel(kind, rows) != "fa3":
+            return False
+        query_lengths, kv_lengths = rows.query_offsets.diff().tolist(), rows.kv_lengths.tolist()
+        return self._gathered.is_worth_it(query_lengths, kv_lengths, kind.num_heads // kind.num_kv_heads)
+
+    def _gathered_wrapper(self, kind: _LayerKind) -> _Wrapper:
+        if (kind, "gathered") not in self._chunks:
+            import flashinfer
+
+            made = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(self.workspace, "NHD", backend="fa3")
+            self._chunks[kind, "gathered"] = _Wrapper(made)
+        return self._chunks[kind, "gathered"]
 
     def _decode_wrapper(self, kind: _LayerKind) -> _Wrapper:
         if kind not in self._decode:
@@ -203,6 +229,22 @@ class _Rows:
     """On the device."""
     block_size: int
 
+    @property
+    def kv_lengths(self) -> NDArray[np.int64]:
+        """[R], in tokens."""
+        lengths = (self.page_offsets.diff() - 1) * self.block_size + self.last_page_lengths
+        return np.asarray(lengths, dtype=np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Rows of a step and who computes them (Any: FlashInfer is untyped)."""
+
+    wrapper: Any
+    rows: _Rows
+    layout: GatheredLayout | None = None
+    """If their KV is copied into one piece first."""
+
 
 class _Wrapper:
     """One of FlashInfer's wrappers. Its pinned plan must be on the device before the next one overwrites it."""
@@ -234,6 +276,22 @@ class _Wrapper:
         self._is_copied.record()
         return self.wrapped
 
+    def plan_gathered(self, kind: _LayerKind, rows: _Rows) -> Any:
+        """Return the wrapper, one for KV in one piece, planned for ``rows``; waits as ``plan`` does."""
+        self._is_copied.synchronize()
+        arguments = _layer_arguments(kind, rows)
+        del arguments["page_size"]
+        self.wrapped.plan(
+            qo_indptr=rows.query_offsets,
+            kv_indptr=_offsets(rows.kv_lengths),
+            head_dim_qk=kind.head_dim,
+            causal=True,
+            o_data_type=kind.dtype,
+            **arguments,
+        )
+        self._is_copied.record()
+        return self.wrapped
+
 
 class FlashInferPlan:
     """The decode rows and the chunk rows of one step, planned for each kind of layer once."""
@@ -241,14 +299,12 @@ class FlashInferPlan:
     def __init__(self, batch: RaggedBatch) -> None:
         self.num_tokens = batch.num_tokens
         self._rows = _split_rows(batch)
-        self._planned: dict[_LayerKind, list[tuple[Any, int, int]]] = {}
+        self._planned: dict[_LayerKind, list[_Part]] = {}
 
-    def parts(self, kind: _LayerKind, backend: FlashInferAttention) -> list[tuple[Any, int, int]]:
-        """Return the planned wrappers with the tokens ``[first, last)`` of each (Any: FlashInfer is untyped)."""
+    def parts(self, kind: _LayerKind, backend: FlashInferAttention) -> list[_Part]:
+        """Return the rows, those of each kernel with its planned wrapper."""
         if kind not in self._planned:
-            self._planned[kind] = [
-                (backend._planned(kind, rows), rows.first_token, rows.last_token) for rows in self._rows
-            ]
+            self._planned[kind] = [backend._planned(kind, rows) for rows in self._rows]
         return self._planned[kind]
 
 
@@ -347,7 +403,7 @@ class DecodeGraphAttention:
             self._join(kind, self._rows)
         query = query.contiguous()
         out = torch.empty_like(query) if out is None else out
-        _run(self._wrappers[kind], query, (key_pages, value_pages), out, params)
+        _run(self._wrappers[kind], query, ((key_pages, value_pages),), out, params)
         return out
 
     def _join(self, kind: _LayerKind, rows: _Rows) -> None:
@@ -531,14 +587,13 @@ def _layout(wrapper: Any) -> tuple[int, ...]:  # Any: FlashInfer is untyped
 
 
 def _run(
-    wrapper: Any, query: torch.Tensor, pages: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor,
-    params: AttentionParams,
+    wrapper: Any, query: torch.Tensor, kv: tuple[Any, ...], out: torch.Tensor, params: AttentionParams,
 ) -> None:  # fmt: skip
-    """Write the attention of ``query`` to ``out`` (Any: FlashInfer is untyped)."""
+    """Write the attention of ``query`` to ``out``; ``kv`` as the wrapper takes it (Any: FlashInfer is untyped)."""
     if params.sinks is None:
-        wrapper.run(query, pages, out=out)
+        wrapper.run(query, *kv, out=out)
         return
-    _, lse = wrapper.run(query, pages, out=out, return_lse=True)
+    _, lse = wrapper.run(query, *kv, out=out, return_lse=True)
     # A sink adds exp(sink) to the softmax's denominator: the rest keeps the share exp(lse) / (exp(lse) + exp(sink)).
     share = torch.sigmoid(lse * math.log(2.0) - params.sinks.float())  # FlashInfer's lse has base 2
     out.mul_(share.unsqueeze(-1).to(out.dtype))

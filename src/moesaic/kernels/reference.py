@@ -5,6 +5,8 @@ Roundings are those of transformers' layers: a norm is rounded to the type of it
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 
 
@@ -114,3 +116,21 @@ def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Ten
     """Return ``x`` [T, heads, D] rotated by angles whose cosines and sines are [T, 1, D / 2], computed in float32."""
     first, second = x.float().chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+def gather_pages(
+    key_pages: torch.Tensor,
+    value_pages: torch.Tensor,
+    page_indices: torch.Tensor,
+    page_starts: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+) -> None:
+    """Write the first tokens of pages to ``keys`` and ``values`` [N, K, D], one page after the other.
+
+    Pages are ``[P, B, K, D]``; ``page_indices`` int32 [M] names them and ``page_starts`` int32 [M + 1] says at which
+    token of the output each begins, so that each gives ``page_starts[i + 1] - page_starts[i]`` of its tokens, 1 to B.
+    """
+    for index, (start, end) in enumerate(pairwise(page_starts.tolist())):
+        keys[start:end] = key_pages[page_indices[index], : end - start]
+        values[start:end] = value_pages[page_indices[index], : end - start]
