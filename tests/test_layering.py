@@ -64,6 +64,7 @@ LAYERS: tuple[tuple[str, bool, str], ...] = (
         "server.auth server.drain server.tokenization server.labels server.limits server.metrics server.observed "
         "bench.workload bench.client bench.paired bench.report bench.progress bench.timeline bench.peer bench.offline "
         "bench.stall bench.planner bench.pressure bench.run bench.load "
+        "bench.paced bench.paced_server bench.overhead "
         "bench.events bench.figures bench.arm bench.steps bench.comparison bench.summary bench.svg bench.html "
         "bench.png demo.scene demo.run demo.show demo.picture",
     ),

@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from moesaic.bench.overhead import check_stream
 from moesaic.cli import app
+from moesaic.errors import MoesaicError
 
 
 @pytest.fixture(autouse=True)
@@ -47,3 +49,33 @@ def test_the_planner_benchmark_times_every_step(tmp_path: Path) -> None:
         (2, 5, 5),
         (3, 5, 5),
     ]
+
+
+@pytest.mark.slow
+def test_the_server_benchmark_reads_whole_streams_of_a_real_server(tmp_path: Path) -> None:
+    arguments = ("--streams", "2", "--max-tokens", "5", "--step-ms", "1", "--pairs", "1")
+    (report,) = _reports("server", *arguments, file=tmp_path / "h.json")
+    alone, served = report["samples"]
+    assert (alone["arm"], served["arm"]) == ("alone", "served")
+    assert alone["num_tokens"] == served["num_tokens"] == 10
+    assert 2 <= served["num_events"] <= 12
+    assert served["num_bytes"] > 200 * 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        (b"200 OK", b"503 Gone"),
+        (b'"text":"b"', b'"text":""'),
+        (b'"completion_tokens":3', b'"completion_tokens":2'),
+        (b"[DONE]", b""),
+    ],
+)
+def test_a_stream_that_is_not_whole_is_no_sample(change: tuple[bytes, bytes]) -> None:
+    events = [b'{"choices":[{"text":"%c"}]}' % letter for letter in b"abc"]
+    events += [b'{"choices":[],"usage":{"completion_tokens":3}}', b"[DONE]"]
+    parts = [b"data: %b\n\n" % event for event in events]
+    stream = b"HTTP/1.1 200 OK\r\n\r\n" + b"".join(b"%x\r\n%b\r\n" % (len(p), p) for p in parts)
+    assert check_stream(stream, 3) == 3
+    with pytest.raises(MoesaicError, match="a stream"):
+        check_stream(stream.replace(*change), 3)
