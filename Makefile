@@ -12,7 +12,7 @@ BENCH_ARGS ?=
 CLIENTS := .clients
 OPENAI_NODE := openai@6.49.0
 
-.PHONY: install check test coverage test-clients test-gpu fuzz mutants demo docs bench clean help
+.PHONY: install check test coverage test-clients test-gpu fuzz soak mutants demo docs bench clean help
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -58,6 +58,9 @@ test-gpu: $(READY) ## the tests that need a GPU; they fail without one
 
 fuzz: $(READY) ## random commands against the scheduler's reference, new ones each time, for hours
 	MOESAIC_CHECK=1 HYPOTHESIS_PROFILE=fuzz $(PY) -m pytest --timeout=0 tests/sched/test_state_machine.py
+
+soak: $(READY) ## 256 streams for a minute, a third of whose clients vanish
+	OMP_NUM_THREADS=1 MOESAIC_CHECK=1 MOESAIC_SOAK_S=60 $(PY) -m pytest -m slow tests/server/test_soak.py
 
 mutants: $(READY) ## plant bugs in the scheduler, one at a time; every one must fail a test
 	$(PY) scripts/mutants.py
