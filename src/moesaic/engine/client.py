@@ -32,7 +32,7 @@ from moesaic.engine.loop import (
 )
 from moesaic.engine.outputs import OutputProcessor, TextDelta
 from moesaic.errors import EngineDeadError, EngineDrainingError
-from moesaic.request import SamplingParams
+from moesaic.request import SamplingParams, check_int64
 
 logger = logging.getLogger(__name__)
 
@@ -42,13 +42,21 @@ JOIN_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submission:
-    """One request as the server hands it over; ``prompt`` is its text, where it had one."""
+    """One request as the server hands it over; ``prompt`` is its text, where it had one.
+
+    Raises: ``RequestError`` for numbers that no message to an engine can carry; the engine judges the rest.
+    """
 
     prompt_token_ids: tuple[int, ...]
     sampling_params: SamplingParams
     prompt: str | None = None
     priority: int = 0
     timeout_s: float | None = None
+
+    def __post_init__(self) -> None:
+        check_int64("priority", self.priority)
+        for edge in (min, max):
+            check_int64("prompt", edge(self.prompt_token_ids, default=0))
 
 
 class EngineClient(Protocol):
