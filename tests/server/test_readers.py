@@ -28,7 +28,7 @@ GENEROUS_S = 20.0
 def url(tiny_dir: Path) -> Iterator[str]:
     """A server whose engine no other test uses: its counts are read."""
     app, _ = load_app(str(tiny_dir), EngineConfig(**SETTINGS), ServerConfig(served_model_name=("tiny",)))
-    with running(app) as address:
+    with running(app, send_buffer_bytes=2**14) as address:
         yield address
 
 
@@ -148,14 +148,19 @@ def test_readers_who_do_not_read_at_all_hold_nobody_up(url: str) -> None:
             assert len(scores) == 250
 
 
-@pytest.mark.parametrize("manner", ["closes", "resets", "is full and closes"])
+@pytest.mark.parametrize("manner", ["closes", "resets", "is full and closes", "sends ahead", "sends no HTTP ahead"])
 @pytest.mark.parametrize("stream", [False, True])
 def test_whoever_leaves_frees_its_blocks_long_before_its_last_token(url: str, stream: bool, manner: str) -> None:
     body = {"model": "tiny", "prompt": "leave", "max_tokens": CONTEXT - 10, "temperature": 0, "ignore_eos": True}
     before = stats(url)["num_generation_tokens"]
     with raw.connected(url, receive_buffer_bytes=2048 if "full" in manner else None) as connection:
-        connection.sendall(raw.post("/v1/completions", body | {"stream": stream, "n": 3}))
+        request = raw.post("/v1/completions", body | {"stream": stream, "n": 3})
+        connection.sendall(request.replace(b"Connection: close\r\n", b""))
         wait_for(url, lambda found: found["num_running"] == 3 and found["num_generation_tokens"] > before + 50)
+        if manner.startswith("sends"):
+            # As one who keeps the connection; when the stats have come the server has seen these bytes too.
+            connection.sendall(raw.get("/health") if manner == "sends ahead" else b"\0\r\n\r\n")
+            stats(url)
         if manner == "resets":
             raw.reset(connection)
     left_s, left = time.monotonic(), stats(url)["num_generation_tokens"]
