@@ -5,6 +5,7 @@ import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -167,3 +168,37 @@ def test_whoever_leaves_frees_its_blocks_long_before_its_last_token(url: str, st
     wait_for(url, is_idle)
     assert time.monotonic() - left_s < GENEROUS_S / 4, "a second on a quiet machine"
     assert stats(url)["num_generation_tokens"] - left < 3 * CONTEXT / 4
+
+
+def test_four_of_eight_streams_that_leave_change_no_token_of_the_other_four(url: str) -> None:
+    """Token by token, log probabilities too: whoever leaves does so in the middle, when all eight share every step."""
+    bodies = [
+        {"model": "tiny", "prompt": f"{i} " * (5 + 9 * i), "max_tokens": 120, "ignore_eos": True, "stream": True}
+        | {"logprobs": 2, "seed": i, "temperature": i % 2}
+        for i in range(8)
+    ]
+
+    def told(data: bytes) -> tuple[Any, ...]:
+        choices = [event["choices"][0] for event in raw.parse(data).events()]
+        tokens = [token for c in choices for token in c["logprobs"]["tokens"]]
+        scores = [score for c in choices for score in c["logprobs"]["token_logprobs"]]
+        return raw.texts([{"choices": choices}]), choices[-1]["finish_reason"], tokens, scores
+
+    def run(leavers: set[int]) -> list[tuple[Any, ...]]:
+        with ExitStack() as stack:
+            streams = [stack.enter_context(raw.connected(url)) for _ in bodies]
+            for stream, body in zip(streams, bodies, strict=True):
+                stream.sendall(raw.post("/v1/completions", body))
+            wait_for(url, lambda found: found["num_running"] == len(bodies))
+            for i in sorted(leavers):
+                streams[i].recv(500)
+                streams[i].close() if i % 4 else raw.reset(streams[i])
+            return [told(raw.rest_of(s)) for i, s in enumerate(streams) if i not in leavers]
+
+    undisturbed = run(set())
+    for leavers in ({0, 2, 5, 7}, {1, 3, 4, 6}):
+        for before, after in zip(
+            (told for i, told in enumerate(undisturbed) if i not in leavers), run(leavers), strict=True
+        ):
+            assert after[:3] == before[:3]
+            assert after[3] == pytest.approx(before[3], abs=1e-4)  # sums in another order
