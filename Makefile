@@ -46,9 +46,11 @@ test-clients: $(READY) $(CLIENTS)/.installed ## other people's clients (openai f
 	MOESAIC_CHECK=1 MOESAIC_CLIENTS=$(abspath $(CLIENTS)) $(PY) -m pytest -n logical -m clients tests/clients
 
 # --no-compile: most of a large install is byte code that is then never run.
-$(CLIENTS)/.installed: tests/clients/requirements.txt tests/clients/openai_node.mjs
+$(CLIENTS)/.installed: tests/clients/requirements.txt tests/clients/schemathesis.txt tests/clients/openai_node.mjs
 	$(PYTHON) -m venv $(CLIENTS)/venv
 	$(CLIENTS)/venv/bin/python -m pip install --disable-pip-version-check --quiet --no-compile -r tests/clients/requirements.txt
+	$(PYTHON) -m venv $(CLIENTS)/schemathesis
+	$(CLIENTS)/schemathesis/bin/python -m pip install --disable-pip-version-check --quiet --no-compile -r tests/clients/schemathesis.txt
 	timeout 300 npm install --no-save --no-package-lock --no-audit --no-fund --legacy-peer-deps --silent --prefix $(CLIENTS) $(OPENAI_NODE)
 	cp tests/clients/openai_node.mjs $(CLIENTS)/
 	@touch $@
