@@ -42,7 +42,8 @@ class OverheadSettings:
     """The load of both arms."""
 
     num_streams: int = 64
-    max_tokens: int = 400
+    max_tokens: int = 1000
+    """Long enough that what begins and ends apart, in the arm through HTTP, is a few per cent of it."""
     step_ms: float = 5.0
     """What a forward takes."""
     chat: bool = False
