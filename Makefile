@@ -12,7 +12,7 @@ BENCH_ARGS ?=
 CLIENTS := .clients
 OPENAI_NODE := openai@6.49.0
 
-.PHONY: install check test coverage test-clients test-gpu fuzz mutants demo docs bench clean help
+.PHONY: install check test coverage test-clients test-gpu fuzz soak mutants demo docs bench clean help
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -46,9 +46,11 @@ test-clients: $(READY) $(CLIENTS)/.installed ## other people's clients (openai f
 	MOESAIC_CHECK=1 MOESAIC_CLIENTS=$(abspath $(CLIENTS)) $(PY) -m pytest -n logical -m clients tests/clients
 
 # --no-compile: most of a large install is byte code that is then never run.
-$(CLIENTS)/.installed: tests/clients/requirements.txt tests/clients/openai_node.mjs
+$(CLIENTS)/.installed: tests/clients/requirements.txt tests/clients/schemathesis.txt tests/clients/openai_node.mjs
 	$(PYTHON) -m venv $(CLIENTS)/venv
 	$(CLIENTS)/venv/bin/python -m pip install --disable-pip-version-check --quiet --no-compile -r tests/clients/requirements.txt
+	$(PYTHON) -m venv $(CLIENTS)/schemathesis
+	$(CLIENTS)/schemathesis/bin/python -m pip install --disable-pip-version-check --quiet --no-compile -r tests/clients/schemathesis.txt
 	timeout 300 npm install --no-save --no-package-lock --no-audit --no-fund --legacy-peer-deps --silent --prefix $(CLIENTS) $(OPENAI_NODE)
 	cp tests/clients/openai_node.mjs $(CLIENTS)/
 	@touch $@
@@ -58,6 +60,9 @@ test-gpu: $(READY) ## the tests that need a GPU; they fail without one
 
 fuzz: $(READY) ## random commands against the scheduler's reference, new ones each time, for hours
 	MOESAIC_CHECK=1 HYPOTHESIS_PROFILE=fuzz $(PY) -m pytest --timeout=0 tests/sched/test_state_machine.py
+
+soak: $(READY) ## 256 streams for a minute, a third of whose clients vanish
+	OMP_NUM_THREADS=1 MOESAIC_CHECK=1 MOESAIC_SOAK_S=60 $(PY) -m pytest -m slow tests/server/test_soak.py
 
 mutants: $(READY) ## plant bugs in the scheduler, one at a time; every one must fail a test
 	$(PY) scripts/mutants.py

@@ -62,9 +62,11 @@ LAYERS: tuple[tuple[str, bool, str], ...] = (
         "server.tools.protocol server.tools.formats server.reasoning server.chat_format server.answer "
         "server.structured server.protocol server.errors server.replies server.logprobs server.vocabulary "
         "server.generation server.chat server.completions server.served_model server.app server.main server.sse "
-        "server.auth server.drain server.tokenization server.labels server.limits server.metrics server.observed "
+        "server.auth server.connection server.drain server.tokenization server.labels server.limits server.metrics "
+        "server.observed "
         "bench.workload bench.client bench.paired bench.report bench.progress bench.timeline bench.peer bench.offline "
         "bench.stall bench.planner bench.pressure bench.run bench.load "
+        "bench.paced bench.paced_server bench.overhead "
         "bench.events bench.figures bench.arm bench.steps bench.comparison bench.summary bench.svg bench.html "
         "bench.png bench.drive bench.engine_load bench.engine_rows bench.engine "
         "demo.scene demo.run demo.show demo.picture",

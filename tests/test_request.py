@@ -38,6 +38,14 @@ from moesaic.request import SamplingParams
         ({"prompt_logprobs": 51}, "prompt_logprobs"),
         ({"ignore_eos": "yes"}, "ignore_eos"),
         ({"seed": 1.5}, "seed"),
+        ({"seed": 2**63}, "seed"),
+        ({"seed": -(2**63) - 1}, "seed"),
+        ({"max_tokens": 10**400}, "max_tokens"),
+        ({"top_k": 2**64}, "top_k"),
+        ({"stop_token_ids": [1, 2**70]}, "stop_token_ids"),
+        ({"allowed_token_ids": [2**63]}, "allowed_token_ids"),
+        ({"logit_bias": {2**63: 1.0}}, "logit_bias"),
+        ({"stop": ["a", "\ud800"]}, "stop"),
     ],
 )
 def test_bad_parameters_are_refused_by_name(params: dict[str, object], param: str) -> None:

@@ -285,6 +285,27 @@ def bench_planner(
     _run_benches(benches, json, None)
 
 
+@bench_app.command("server")
+def bench_server(
+    *,
+    streams: Annotated[int | None, typer.Option(min=1, help="Streams at once.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=2, help="Output tokens of each stream.")] = None,
+    step_ms: Annotated[float | None, typer.Option(min=0.0, help="What a forward takes; nothing is computed.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Ask for chats instead of completions.")] = False,
+    pairs: PairsOption = None,
+    json: JsonOption = None,
+) -> None:
+    """Compare tokens/s through HTTP with those of the engine alone, on a forward that only takes time."""
+
+    def benches() -> list["Bench"]:
+        from moesaic.bench.overhead import OverheadSettings, run_overhead
+
+        changes = _given(num_streams=streams, max_tokens=max_tokens, step_ms=step_ms, num_pairs=pairs)
+        return [partial(run_overhead, OverheadSettings(chat=chat, **changes))]
+
+    _run_benches(benches, json, None)
+
+
 @bench_app.command("pressure")
 def bench_pressure(
     *,

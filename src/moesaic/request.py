@@ -12,6 +12,7 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 MAX_LOGPROBS = 50
 """Largest ``logprobs`` a request may ask for; bounds the work and the reply per token."""
+_INT64 = range(-(2**63), 2**63)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,7 +219,30 @@ def _tuple_of(name: str, values: Any, kind: type) -> tuple[Any, ...]:
     is_list = isinstance(values, Sequence | set | frozenset) and not isinstance(values, str | bytes)
     if not is_list or any(not isinstance(v, kind) or isinstance(v, bool) for v in values):
         raise RequestError(f"{name} is {values!r}; it must be a list of {kind.__name__}", param=name)
+    for value in values:
+        if kind is int:
+            check_int64(name, value)
+        elif not _is_text(value):
+            raise RequestError(f"{name} has half of a surrogate pair, which is no character; remove it", param=name)
     return tuple(values)
+
+
+def check_int64(name: str, value: int) -> None:
+    """Return if ``value`` is one that tensors and messages can carry.
+
+    Raises: ``RequestError`` naming the field.
+    """
+    if value not in _INT64:
+        raise RequestError(f"{name} has a number of {value.bit_length()} bits; 63 and a sign are the most", param=name)
+
+
+def _is_text(value: str) -> bool:
+    """Return whether ``value`` can be written as UTF-8; JSON can spell text that cannot."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _checked_bias(bias: Any) -> dict[int, float]:
@@ -235,6 +259,7 @@ def _check_int(name: str, value: Any, *, optional: bool, low: int | None, high: 
         return
     if not isinstance(value, int) or isinstance(value, bool):
         raise RequestError(f"{name} is {value!r}; it must be an integer", param=name)
+    check_int64(name, value)
     if (low is not None and value < low) or (high is not None and value > high):
         at_most = "" if high is None else f" and at most {high}"
         raise RequestError(f"{name} is {value}; it must be at least {low}{at_most}", param=name)

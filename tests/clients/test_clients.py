@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import time
 import urllib.request
@@ -34,7 +35,12 @@ pytestmark = [pytest.mark.clients, pytest.mark.timeout(300)]
 def run(*command: str | Path, **changes: str) -> str:
     """Return what a client wrote to stdout."""
     done = subprocess.run(
-        [str(part) for part in command], capture_output=True, text=True, env=ENVIRONMENT | changes, timeout=240
+        [str(part) for part in command],
+        capture_output=True,
+        text=True,
+        env=ENVIRONMENT | changes,
+        timeout=240,
+        cwd=CLIENTS,  # some keep files where they are started
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
@@ -163,3 +169,20 @@ def test_guidellm_completes_a_run(url: str, tiny_dir: Path, tmp_path: Path) -> N
     benchmark = json.loads(report.read_text())["benchmarks"][0]
     totals = benchmark["metrics"]["request_totals"]
     assert (totals["successful"], totals["errored"]) == (12, 0)
+
+
+def test_no_request_that_the_openapi_document_allows_or_forbids_is_an_error_of_the_server(
+    url_of_short_answers: str,
+) -> None:
+    """Schemathesis makes them: edges of each field, alone and together, and some at random, the same ones each time."""
+    said = run(
+        CLIENTS / "schemathesis" / "bin" / "schemathesis",
+        *("run", f"{url_of_short_answers.removesuffix('/v1')}/openapi.json", "--checks", "not_a_server_error"),
+        *("--phases", "coverage,fuzzing", "--max-examples", "10", "--generation-deterministic"),
+        *("--request-timeout", "60", "--suppress-health-check", "all", "--warnings", "off", "--no-color"),
+    )
+    assert (operations := re.search(r"(\d+) selected / (\d+) total", said)) is not None
+    assert operations[1] == operations[2]
+    assert (match := re.search(r"(\d+) generated, (\d+) passed", said)) is not None
+    assert match[1] == match[2]
+    assert int(match[1]) > 500

@@ -17,6 +17,7 @@ from moesaic.engine.loop import (
     AddRequests,
     Answer,
     Command,
+    EngineDied,
     EngineLoop,
     Event,
     NewRequest,
@@ -230,7 +231,8 @@ def test_a_failed_step_ends_its_streams_with_an_error_and_the_engine_serves_on(m
     async def scenario(client: ThreadEngineClient) -> list[tuple[int, ...]]:
         stream = await client.submit(submission(max_tokens=100))
         deltas = [delta async for delta in stream]
-        assert [d.finish_reason for d in deltas] == [None, None, "error"]
+        assert deltas[-1].finish_reason == "error"
+        assert sum(len(d.token_ids) for d in deltas) == 2
         assert deltas[-1].output is not None
         assert deltas[-1].output.error == deltas[-1].error
         assert "OSError" in (deltas[-1].error or "")
@@ -373,3 +375,50 @@ def test_a_draining_engine_refuses_newcomers_and_ends_what_runs(model: HFCausalL
         return len(tokens)
 
     assert run(EngineCore(model, CONFIG), scenario) == 12
+
+
+def delta(request_id: str, text: str, *, is_last: bool = False) -> TextDelta:
+    return TextDelta(
+        request_id=request_id,
+        text=text,
+        token_ids=tuple(text.encode()),
+        finish_reason="length" if is_last else None,
+        time_s=float(len(text)),
+    )
+
+
+class Noted:
+    """An observer that remembers."""
+
+    def __init__(self) -> None:
+        self.seen: list[TextDelta] = []
+
+    def observe(self, delta: TextDelta) -> None:
+        self.seen.append(delta)
+
+    def lose(self, request_ids: tuple[str, ...], reason: str) -> None:
+        raise AssertionError("nothing was lost")
+
+
+def test_what_comes_while_nobody_reads_is_one_delta_per_request_and_is_observed_piece_by_piece() -> None:
+    given = [delta("a", "x"), delta("b", "12"), delta("a", "yz"), delta("b", "3", is_last=True), delta("a", "")]
+
+    async def scenario() -> None:
+        stream, noted = DeltaStream(("a", "b"), lambda stream: None), Noted()
+        stream.observer = noted
+        for one in given:
+            stream.put(one)
+        first, second = await anext(stream), await anext(stream)
+        assert (first.request_id, first.text, first.token_ids) == ("a", "xyz", (120, 121, 122))
+        assert (second.request_id, second.text, second.finish_reason) == ("b", "123", "length")
+        assert stream.unfinished_ids == ("a",)
+        assert [one.text for one in noted.seen] == ["x", "yz", "", "12", "3"]
+        stream.put(delta("a", "!"))
+        stream.put(EngineDied("device lost"))
+        assert (await anext(stream)).text == "!"
+        noted.lose = lambda request_ids, reason: noted.seen.clear()  # type: ignore[method-assign]
+        with pytest.raises(EngineDeadError, match="device lost"):
+            await anext(stream)
+        assert noted.seen == []
+
+    asyncio.run(scenario())

@@ -1,5 +1,6 @@
 """Text deltas, stop strings, the final answer and its times."""
 
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -225,3 +226,28 @@ def test_deltas_add_up_to_the_answer_however_the_steps_are_cut(text: str, stop: 
     assert "".join(d.text for d in deltas) == output_of(deltas[-1]).text == whole.text
     assert output_of(deltas[-1]).token_ids == whole.token_ids
     assert deltas[-1].finish_reason == whole.finish_reason
+
+
+def test_joined_deltas_tell_what_they_told_one_by_one() -> None:
+    """A field that is added to a delta fails here until somebody says how two of it are one."""
+    first = TextDelta(request_id="a", text="x", token_ids=(1,), logprobs=logprobs_of((1,)), prompt_logprobs=(None,))
+    second = TextDelta(request_id="a", text="", token_ids=(2, 3), logprobs=logprobs_of((2, 3)), time_s=2.0)
+    last = TextDelta(request_id="a", text="y", token_ids=(), finish_reason="stop", stop_reason="z", time_s=3.0)
+    whole = TextDelta.joined((first, second, last))
+    assert whole == TextDelta(
+        request_id="a",
+        text="xy",
+        token_ids=(1, 2, 3),
+        logprobs=logprobs_of((1, 2, 3)),
+        prompt_logprobs=(None,),
+        finish_reason="stop",
+        stop_reason="z",
+        error=None,
+        output=None,
+        time_s=3.0,
+    )
+    assert TextDelta.joined((first,)) is first
+    assert {field.name for field in fields(TextDelta)} == {
+        *("request_id", "text", "token_ids", "logprobs", "prompt_logprobs"),
+        *("finish_reason", "stop_reason", "error", "output", "time_s"),
+    }

@@ -15,6 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
+
+from moesaic.cli import app
+from moesaic.sched.replay import replay
 
 pytestmark = pytest.mark.slow
 
@@ -72,8 +76,11 @@ def rest_of(reply: Any) -> list[dict[str, Any]]:
     return [json.loads(event) for event in events[:-1]]
 
 
-def test_a_signal_lets_the_running_end_and_refuses_newcomers(tiny_dir: Path) -> None:
-    with serving(tiny_dir) as server:
+def test_a_signal_lets_the_running_end_refuses_newcomers_and_leaves_a_whole_decision_log(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
+    log = tmp_path / "decisions.jsonl"
+    with serving(tiny_dir, "--decision-log", str(log)) as server:
         reply = server.stream(max_tokens=1500)
         server.process.send_signal(signal.SIGTERM)
         for _ in range(1000):
@@ -84,15 +91,24 @@ def test_a_signal_lets_the_running_end_and_refuses_newcomers(tiny_dir: Path) -> 
         assert (caught.value.code, caught.value.headers["Retry-After"]) == (503, "1")
         assert rest_of(reply)[-1]["choices"][0]["finish_reason"] == "length"
         assert server.process.wait(timeout=60) == 0
+    replayed = CliRunner().invoke(app, ["replay", str(log)])
+    assert replayed.exit_code == 0, replayed.output
+    assert "no difference" in replayed.output
+    assert "cut off" not in replayed.output
+    assert int(replayed.output.split(" steps")[0]) >= 1500
 
 
-def test_what_outlasts_the_drain_is_ended_and_told(tiny_dir: Path) -> None:
-    with serving(tiny_dir, "--drain-timeout-s", "0.2") as server:
+def test_what_outlasts_the_drain_is_ended_and_told_and_in_the_decision_log(tiny_dir: Path, tmp_path: Path) -> None:
+    log = tmp_path / "decisions.jsonl"
+    with serving(tiny_dir, "--drain-timeout-s", "0.2", "--decision-log", str(log)) as server:
         reply = server.stream(max_tokens=4000)
         server.process.send_signal(signal.SIGTERM)
         last = rest_of(reply)[-1]
         assert "error" in last or last["choices"][0]["finish_reason"] == "abort"
         assert server.process.wait(timeout=60) == 0
+    result = replay(log)
+    assert (result.first_difference, result.is_truncated) == (None, False)
+    assert result.num_commands >= 2, "the request and its end"
 
 
 def test_a_second_signal_ends_at_once(tiny_dir: Path) -> None:

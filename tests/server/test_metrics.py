@@ -1,5 +1,6 @@
 """``/metrics`` counts what happened, in names that its page, its dashboard and its code share."""
 
+import asyncio
 import importlib.util
 import re
 from collections.abc import Iterator
@@ -11,9 +12,13 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from moesaic.config import EngineConfig
+from moesaic.engine.client import Submission, TextEngineClient
+from moesaic.engine.loop import AbortRequests, AddRequests, Command
 from moesaic.histogram import Histogram
+from moesaic.request import SamplingParams
 from moesaic.server.main import load_app
-from moesaic.server.metrics import METRICS
+from moesaic.server.metrics import METRICS, RequestMeters
+from moesaic.server.observed import ObservedClient
 from moesaic.server.settings import ServerConfig
 from moesaic.testing.http import running
 
@@ -149,3 +154,31 @@ def test_a_histogram_counts_a_value_at_its_bound_below_it() -> None:
         histogram.observe(value)
     assert histogram.as_json() == {"bounds": [1, 2], "counts": [1, 2, 1], "sum": 7.5}
     assert histogram.num_values == 4
+
+
+def test_a_client_that_leaves_before_its_request_is_admitted_is_counted_as_one_that_left() -> None:
+    """The engine begins such a request and aborts it: the counts of both would differ for ever."""
+
+    class Silent(TextEngineClient):
+        """An engine that answers nothing."""
+
+        def __init__(self) -> None:
+            super().__init__(None)
+            self._loop = asyncio.get_running_loop()
+            self.sent: list[Command] = []
+
+        def _send(self, command: Command) -> None:
+            self.sent.append(command)
+
+    async def scenario() -> None:
+        meters, engine = RequestMeters(), Silent()
+        one = Submission(prompt_token_ids=(1,), sampling_params=SamplingParams())
+        submitting = asyncio.create_task(ObservedClient(engine, [meters]).submit(one, one))
+        await asyncio.sleep(0)
+        submitting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await submitting
+        assert [type(command) for command in engine.sent] == [AddRequests, AbortRequests]
+        assert meters.finished == {"stop": 0, "length": 0, "abort": 2, "error": 0}
+
+    asyncio.run(scenario())

@@ -1,7 +1,6 @@
 """A client that leaves ends the work that was for it."""
 
 import asyncio
-import contextlib
 from collections.abc import AsyncGenerator
 from types import TracebackType
 from typing import Any
@@ -12,7 +11,7 @@ from starlette.types import Message
 
 from moesaic.errors import EngineDeadError
 from moesaic.server.replies import Reply, Usage
-from moesaic.server.sse import PING, EventStream, while_connected, with_pings
+from moesaic.server.sse import PING, EventStream, while_connected
 
 
 class Source:
@@ -38,14 +37,16 @@ async def gone() -> Message:
     return {"type": "http.disconnect"}
 
 
-async def played(replies: AsyncGenerator[Reply, None], source: Source, receive: Any = never) -> list[Message]:
+async def played(
+    replies: AsyncGenerator[Reply, None], source: Source, receive: Any = never, *, ping_interval_s: float = 15.0
+) -> list[Message]:
     sent: list[Message] = []
 
     async def send(message: Message) -> None:
         await asyncio.sleep(0)
         sent.append(message)
 
-    await EventStream(replies, source, 15.0)({"type": "http"}, receive, send)
+    await EventStream(replies, source, ping_interval_s)({"type": "http"}, receive, send)
     return sent
 
 
@@ -140,32 +141,60 @@ def test_work_that_is_done_gives_its_value_or_its_error() -> None:
 
 
 def test_silence_is_filled_with_comments_and_no_event_is_lost() -> None:
-    async def slow() -> AsyncGenerator[bytes, None]:
+    async def slow() -> AsyncGenerator[Reply, None]:
         for i in range(3):
             await asyncio.sleep(0.05)
-            yield b"%d" % i
+            yield Usage.of(1, i)
 
-    async def collect() -> list[bytes]:
-        return [data async for data in with_pings(slow(), 0.01)]
+    sent = asyncio.run(played(slow(), Source(), ping_interval_s=0.01))
+    bodies = [message["body"] for message in sent[1:]]
+    events = [body for body in bodies if body != PING]
+    assert [body[:6] for body in events] == [b"data: "] * 4 + [b""]
+    assert bodies[0] == PING
+    assert bodies[-1] == b""
 
-    got = asyncio.run(collect())
-    assert [data for data in got if data != PING] == [b"0", b"1", b"2"]
-    assert got[0] == PING
+
+def test_a_reader_who_lets_a_send_wait_gets_no_comment_in_between() -> None:
+    async def one() -> AsyncGenerator[Reply, None]:
+        yield Usage.of(1, 2)
+
+    sent: list[bytes] = []
+
+    async def full(message: Message) -> None:
+        if message.get("body"):
+            sent.append(message["body"])
+            await asyncio.sleep(0.1)
+
+    asyncio.run(EventStream(one(), Source(), 0.01)({"type": "http"}, never, full))
+    assert sent[0].startswith(b"data: ")
+    assert sent[-1].startswith(b"data: [DONE]")
+    assert len(sent) == 2
 
 
-def test_leaving_a_silent_stream_ends_its_source() -> None:
+def test_leaving_a_silent_stream_ends_its_source_and_its_comments() -> None:
     ended: list[bool] = []
 
-    async def silent() -> AsyncGenerator[bytes, None]:
+    async def silent() -> AsyncGenerator[Reply, None]:
         try:
             await asyncio.sleep(60)
-            yield b""
+            yield Usage.of(1, 2)
         finally:
             ended.append(True)
 
+    async def leaves_later() -> Message:
+        await asyncio.sleep(0.05)
+        return {"type": "http.disconnect"}
+
     async def leave() -> None:
-        async with contextlib.aclosing(with_pings(silent(), 0.01)) as events:
-            assert await anext(events) == PING
+        source, sent = Source(), []
+
+        async def send(message: Message) -> None:
+            sent.append(message)
+
+        await EventStream(silent(), source, 0.01)({"type": "http"}, leaves_later, send)
+        assert sent[1]["body"] == PING
+        assert source.is_left
+        assert len(asyncio.all_tasks()) == 1
 
     asyncio.run(leave())
     assert ended == [True]

@@ -24,12 +24,22 @@ def own_server(model: str, flags: SequenceOf[str]) -> Iterator[Target]:
 
     Raises: ``MoesaicError`` with the end of its output if it does not come up.
     """
-    command = [sys.executable, "-m", "moesaic.cli", "serve", model, "--port", "0", *flags]
+    with started_server(("moesaic.cli", "serve", model, "--port", "0", *flags), model) as target:
+        yield target
+
+
+@contextmanager
+def started_server(module: SequenceOf[str], model: str) -> Iterator[Target]:
+    """Run a module with its arguments that serves as ``moesaic serve`` does, and tells its address as that does.
+
+    Raises: ``MoesaicError`` with the end of its output if it does not come up.
+    """
+    command = [sys.executable, "-m", *module]
     with tempfile.TemporaryDirectory() as folder:
         said = Path(folder) / "stderr"
         with said.open("wb") as file, subprocess.Popen(command, stdout=file, stderr=file) as process:
             try:
-                yield Target(url=_wait_for_url(process, said), model=model)
+                yield Target(url=_wait_for_url(process, said), model=model, pid=process.pid)
             finally:
                 _stop(process)
 
@@ -47,7 +57,7 @@ def _wait_for_url(process: "subprocess.Popen[bytes]", said: Path) -> str:
 
 
 def _stop(process: "subprocess.Popen[bytes]") -> None:
-    process.send_signal(signal.SIGINT)  # uvicorn dies of SIGTERM itself, and the end of the decision log with it
+    process.send_signal(signal.SIGINT)
     try:
         process.wait(_STOP_TIMEOUT_S)
     except subprocess.TimeoutExpired:

@@ -46,6 +46,8 @@ class Target:
 
     url: str
     model: str
+    pid: int | None = None
+    """Of a server that was started here."""
 
 
 async def find_dialect(target: Target, ids: tuple[int, ...] | None, text: str | None) -> Dialect:

@@ -32,7 +32,7 @@ from moesaic.engine.loop import (
 )
 from moesaic.engine.outputs import OutputProcessor, TextDelta
 from moesaic.errors import EngineDeadError, EngineDrainingError
-from moesaic.request import SamplingParams
+from moesaic.request import SamplingParams, check_int64
 
 logger = logging.getLogger(__name__)
 
@@ -42,13 +42,21 @@ JOIN_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submission:
-    """One request as the server hands it over; ``prompt`` is its text, where it had one."""
+    """One request as the server hands it over; ``prompt`` is its text, where it had one.
+
+    Raises: ``RequestError`` for numbers that no message to an engine can carry; the engine judges the rest.
+    """
 
     prompt_token_ids: tuple[int, ...]
     sampling_params: SamplingParams
     prompt: str | None = None
     priority: int = 0
     timeout_s: float | None = None
+
+    def __post_init__(self) -> None:
+        check_int64("priority", self.priority)
+        for edge in (min, max):
+            check_int64("prompt", edge(self.prompt_token_ids, default=0))
 
 
 class EngineClient(Protocol):
@@ -98,7 +106,7 @@ class DeltaObserver(Protocol):
     """Told what the reader of a stream gets; for statistics."""
 
     def observe(self, delta: TextDelta) -> None:
-        """Take one delta."""
+        """Take one delta as it came, whether or not its reader gets it together with others."""
 
     def lose(self, request_ids: tuple[str, ...], reason: Literal["abort", "error"]) -> None:
         """Take requests that get no last delta: their reader has left, or the engine is dead."""
@@ -107,6 +115,8 @@ class DeltaObserver(Protocol):
 class DeltaStream:
     """What the requests of one submission get, as it comes; ends after the last delta of each.
 
+    What came for a request since the reader last looked is one delta: a reader that falls behind, because it is slow
+    or the event loop is, has less to do for each token and catches up.
     For one reader, inside ``async with``: leaving the block aborts what is unfinished.
     Raises while iterated: ``EngineDeadError``, after the deltas that came before.
     """
@@ -116,8 +126,10 @@ class DeltaStream:
         self.observer: DeltaObserver | None = None
         self._unfinished = set(request_ids)
         self._on_close = on_close
-        # Unbounded: max_tokens bounds what a request can put here.
-        self._items: asyncio.Queue[TextDelta | EngineDied | None] = asyncio.Queue()
+        # By request, in the order in which each first had something unread. max_tokens bounds what comes here.
+        self._unread: dict[str, list[TextDelta]] = {}
+        self._death: EngineDied | None = None
+        self._has_news = asyncio.Event()
 
     @property
     def unfinished_ids(self) -> tuple[str, ...]:
@@ -126,25 +138,32 @@ class DeltaStream:
 
     def put(self, item: TextDelta | EngineDied) -> None:
         """Add what came from the engine; for clients of engines only."""
-        self._items.put_nowait(item)
+        if isinstance(item, EngineDied):
+            self._death = item
+        else:
+            self._unread.setdefault(item.request_id, []).append(item)
+        self._has_news.set()
 
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> TextDelta:
+        while self._unfinished and not self._unread:
+            if self._death is not None:
+                self._lose("error")
+                raise self._death.error()
+            self._has_news.clear()
+            await self._has_news.wait()
         if not self._unfinished:
             raise StopAsyncIteration
-        item = await self._items.get()
-        if item is None:
-            raise StopAsyncIteration
-        if isinstance(item, EngineDied):
-            self._lose("error")
-            raise item.error()
-        if item.finish_reason is not None:
-            self._unfinished.discard(item.request_id)
+        request_id = next(iter(self._unread))
+        deltas = self._unread.pop(request_id)
+        if deltas[-1].finish_reason is not None:
+            self._unfinished.discard(request_id)
         if self.observer is not None:
-            self.observer.observe(item)
-        return item
+            for delta in deltas:
+                self.observer.observe(delta)
+        return TextDelta.joined(deltas)
 
     def _lose(self, reason: Literal["abort", "error"]) -> None:
         if self.observer is not None and self._unfinished:
@@ -155,7 +174,7 @@ class DeltaStream:
         """Abort what is unfinished and end the iteration. Does not wait for the engine; safe to call twice."""
         self._on_close(self)
         self._lose("abort")
-        self._items.put_nowait(None)  # a reader in another task must not wait for what will never come
+        self._has_news.set()  # a reader in another task must not wait for what will never come
 
     async def __aenter__(self) -> Self:
         return self

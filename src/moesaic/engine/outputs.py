@@ -2,7 +2,8 @@
 
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import chain
 
 from moesaic.engine.detokenizer import IncrementalDetokenizer, TokenDecoder, Tokenizer
 from moesaic.errors import DuplicateRequestError, RequestError
@@ -36,6 +37,21 @@ class TextDelta:
     """The whole answer, with the last delta."""
     time_s: float = 0.0
     """When it came, by the clock of ``RequestMetrics``."""
+
+    @classmethod
+    def joined(cls, deltas: SequenceOf["TextDelta"]) -> "TextDelta":
+        """Return one delta that tells what ``deltas`` of one request, in their order, told one by one."""
+        last = deltas[-1]
+        if len(deltas) == 1:
+            return last
+        scores = [delta.logprobs for delta in deltas if delta.logprobs is not None]
+        return replace(
+            last,
+            text="".join(delta.text for delta in deltas),
+            token_ids=tuple(chain.from_iterable(delta.token_ids for delta in deltas)),
+            logprobs=tuple(chain.from_iterable(scores)) if scores else None,
+            prompt_logprobs=next((d.prompt_logprobs for d in deltas if d.prompt_logprobs is not None), None),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

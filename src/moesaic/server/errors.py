@@ -53,6 +53,12 @@ def error_reply(error: Exception) -> ErrorReply:
     return _reply(status, kind, message, getattr(error, "param", None))
 
 
+def not_http(max_header_bytes: int | None) -> ErrorReply:
+    """Return the body for bytes that cannot be read as a request."""
+    message = f"this is no HTTP/1.1 request, or its head is larger than {max_header_bytes} bytes (max_header_bytes)"
+    return _reply(400, "BadRequestError", message, None)
+
+
 def error_response(body: ErrorReply, headers: dict[str, str] | None = None, status: int | None = None) -> Response:
     """Return the HTTP response of an error body; its code is the status unless one is given."""
     status = int(body.error.code) if status is None else status

@@ -6,6 +6,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from moesaic.errors import RequestError
+from moesaic.server.connection import Connection
 from moesaic.server.errors import BodyTooLargeError, error_reply, error_response
 from moesaic.server.protocol import CompletionRequest
 from moesaic.server.settings import ServerConfig
@@ -58,8 +59,8 @@ def check_num_prompts(body: CompletionRequest, most: int) -> None:
 
 
 def http_limits(settings: ServerConfig) -> dict[str, Any]:
-    """Return the limits that uvicorn enforces, as its options (Any: of several types).
+    """Return the limits that a connection enforces, as options of uvicorn (Any: of several types).
 
-    h11 is named because uvicorn's other parser, which it would choose if it were installed, bounds no headers.
+    The class is named because uvicorn's other parser, which it would choose if it were installed, bounds no headers.
     """
-    return {"http": "h11", "h11_max_incomplete_event_size": settings.max_header_bytes}
+    return {"http": Connection, "h11_max_incomplete_event_size": settings.max_header_bytes}

@@ -16,7 +16,7 @@ from moesaic.config import EngineConfig
 from moesaic.engine.client import ThreadEngineClient
 from moesaic.engine.core import EngineCore
 from moesaic.engine.model_plan import kv_text
-from moesaic.engine.process import ProcessEngineClient
+from moesaic.engine.process import CoreFactory, ProcessEngineClient, load_core
 from moesaic.errors import ConfigError
 from moesaic.models.loader import load_tokenizer, resolve_model_path
 from moesaic.server.app import create_app
@@ -26,7 +26,7 @@ from moesaic.server.served_model import ServedModel, read_defaults
 from moesaic.server.settings import ServerConfig
 
 
-def serve(model: str, config: EngineConfig, settings: ServerConfig) -> int:
+def serve(model: str, config: EngineConfig, settings: ServerConfig, *, make_core: CoreFactory = load_core) -> int:
     """Load ``model`` into a process of its own and serve it until a signal ends this one; return the exit code.
 
     0 after a clean stop, 1 if the engine died and was not started again.
@@ -36,7 +36,8 @@ def serve(model: str, config: EngineConfig, settings: ServerConfig) -> int:
     with _bound(settings.host, settings.port) as listener:
         with _progress(console) as report:
             path = resolve_model_path(model, progress=report)
-            engine = ProcessEngineClient(path, config, load_tokenizer(path), restarts=settings.restart_engine)
+            restarts = settings.restart_engine
+            engine = ProcessEngineClient(path, config, load_tokenizer(path), restarts=restarts, make_core=make_core)
             stats = engine.launch(report)
         app = create_app(engine, served_model(model, path, stats["max_model_len"], settings), config, settings)
         listener.listen()  # before the address is shown: who reads it may connect at once

@@ -1,5 +1,6 @@
 """An engine client that tells observers what passes through it; the engine and its callers notice nothing."""
 
+import asyncio
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, Protocol
 
@@ -21,7 +22,10 @@ class RequestObserver(Protocol):
         """Take a delta; one with a finish reason is the request's last."""
 
     def lose(self, request_ids: tuple[str, ...], reason: Literal["abort", "error"]) -> None:
-        """Take requests that get no last delta: their reader has left, or the engine is dead."""
+        """Take requests that get no last delta: their reader has left, or the engine is dead.
+
+        Ids are empty if it left before the engine had answered: the engine begins such a request and aborts it.
+        """
 
 
 class ObservedClient:
@@ -58,6 +62,9 @@ class ObservedClient:
         except (RequestError, EngineDeadError, EngineDrainingError) as error:
             for observer in self._observers:
                 observer.refuse(error)
+            raise
+        except asyncio.CancelledError:
+            self.lose(("",) * len(submissions), "abort")
             raise
         for observer in self._observers:
             for request_id, submission in zip(stream.request_ids, submissions, strict=True):

@@ -2,7 +2,7 @@
 
 from typing import Any, Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 
 class Reply(BaseModel):
@@ -44,9 +44,9 @@ class CompletionChoice(Reply):
     logprobs: CompletionLogprobs | None
     finish_reason: str | None
     stop_reason: int | str | None = None
-    token_ids: list[int] = []
-    prompt_token_ids: list[int] = []
-    prompt_logprobs: list[dict[str, Any] | None] = []
+    token_ids: list[int] = Field(default_factory=list)
+    prompt_token_ids: list[int] = Field(default_factory=list)
+    prompt_logprobs: list[dict[str, Any] | None] = Field(default_factory=list)
 
 
 class Completion(Reply):
@@ -101,7 +101,7 @@ class ChatReplyMessage(Reply):
     role: Literal["assistant"]
     content: str | None
     reasoning_content: str = ""
-    tool_calls: list[ToolCall] = []
+    tool_calls: list[ToolCall] = Field(default_factory=list)
 
 
 class ChatChoice(Reply):
@@ -112,7 +112,7 @@ class ChatChoice(Reply):
     logprobs: ChatLogprobs | None
     finish_reason: str | None
     stop_reason: int | str | None
-    token_ids: list[int] = []
+    token_ids: list[int] = Field(default_factory=list)
 
 
 class ChatCompletion(Reply):
@@ -124,8 +124,8 @@ class ChatCompletion(Reply):
     model: str
     choices: list[ChatChoice]
     usage: Usage
-    prompt_token_ids: list[int] = []
-    prompt_logprobs: list[dict[str, Any] | None] = []
+    prompt_token_ids: list[int] = Field(default_factory=list)
+    prompt_logprobs: list[dict[str, Any] | None] = Field(default_factory=list)
 
 
 class FunctionDelta(Reply):
@@ -150,7 +150,7 @@ class ChatDelta(Reply):
     role: Literal["assistant"] | None = None
     content: str | None = None
     reasoning_content: str = ""
-    tool_calls: list[ToolCallDelta] = []
+    tool_calls: list[ToolCallDelta] = Field(default_factory=list)
 
 
 class ChatChunkChoice(Reply):
@@ -161,7 +161,7 @@ class ChatChunkChoice(Reply):
     logprobs: ChatLogprobs | None
     finish_reason: str | None
     stop_reason: int | str | None = None
-    token_ids: list[int] = []
+    token_ids: list[int] = Field(default_factory=list)
 
 
 class ChatChunk(Reply):
@@ -173,7 +173,7 @@ class ChatChunk(Reply):
     model: str
     choices: list[ChatChunkChoice]
     usage: Usage | None = None
-    prompt_token_ids: list[int] = []
+    prompt_token_ids: list[int] = Field(default_factory=list)
 
 
 class ModelCard(Reply):

@@ -9,6 +9,7 @@ import contextlib
 import logging
 from collections.abc import AsyncGenerator, Coroutine
 from contextlib import AbstractAsyncContextManager
+from types import TracebackType
 from typing import TypeVar
 
 from starlette.requests import ClientDisconnect
@@ -63,9 +64,9 @@ class EventStream(Response):
 
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async with contextlib.aclosing(with_pings(self._events(), self._ping_interval_s)) as events:
+        async with contextlib.aclosing(self._events()) as events, Pinged(send, self._ping_interval_s) as body:
             async for data in events:
-                await send({"type": "http.response.body", "body": data, "more_body": True})
+                await body.send(data)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _events(self) -> AsyncGenerator[bytes, None]:
@@ -81,23 +82,47 @@ class EventStream(Response):
         yield DONE
 
 
-async def with_pings(events: AsyncGenerator[bytes, None], interval_s: float) -> AsyncGenerator[bytes, None]:
-    """Yield ``events``, and a comment whenever none has come for ``interval_s`` seconds."""
-    async with contextlib.aclosing(events):
+class Pinged:
+    """The body of a stream, with a comment whenever none of it has been sent for ``interval_s`` seconds.
+
+    A task that looks once an interval: a timer for every event would cost more than the event.
+    """
+
+    def __init__(self, send: Send, interval_s: float) -> None:
+        self._send = send
+        self._interval_s = interval_s
+        self._is_sending = False
+        self._task: asyncio.Task[None] | None = None
+        self._sent_s = 0.0
+
+    async def __aenter__(self) -> "Pinged":
+        self._sent_s = asyncio.get_running_loop().time()
+        self._task = asyncio.create_task(self._fill())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._task is not None  # __aenter__ sets it
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    async def send(self, data: bytes) -> None:
+        """Send ``data``; waits while the client reads too slowly."""
+        self._is_sending = True
+        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+        self._is_sending = False
+        self._sent_s = asyncio.get_running_loop().time()
+
+    async def _fill(self) -> None:
+        loop = asyncio.get_running_loop()
         while True:
-            # One task for one event: a timeout must not cancel the generator, which would end it.
-            following = asyncio.ensure_future(anext(events, None))
-            try:
-                while not (await asyncio.wait((following,), timeout=interval_s))[0]:
-                    yield PING
-                data = following.result()
-            finally:
-                if not following.done():
-                    following.cancel()
-                    await asyncio.gather(following, return_exceptions=True)
-            if data is None:
-                return
-            yield data
+            await asyncio.sleep(max(0.0, self._sent_s + self._interval_s - loop.time()))
+            if loop.time() - self._sent_s < self._interval_s:
+                continue
+            if not self._is_sending:  # else the connection is not silent but full
+                await self._send({"type": "http.response.body", "body": PING, "more_body": True})
+            self._sent_s = loop.time()
 
 
 async def while_connected(receive: Receive, work: Coroutine[None, None, T]) -> T:

@@ -6,6 +6,7 @@ from pathlib import Path
 from moesaic.config import EngineConfig
 from moesaic.engine.core import EngineCore
 from moesaic.request import StepOutput
+from moesaic.sched.transaction import StepTransaction
 
 NUM_STEPS = 5
 """Steps with rows before the fault."""
@@ -18,6 +19,25 @@ class LostDevice(EngineCore):
         if self.scheduler.counts.num_steps >= NUM_STEPS:
             raise RuntimeError("device lost")
         return super().step()
+
+
+UNLUCKY_SEED = 13
+"""Of requests whose steps fail in a ``StumblingCore``."""
+
+
+class StumblingCore(EngineCore):
+    """A core that fails each step with a request of ``UNLUCKY_SEED`` once its forward is done."""
+
+    def _run(self, tx: StepTransaction) -> list[StepOutput]:
+        outputs = super()._run(tx)
+        if any(seq.request.sampling_params.seed == UNLUCKY_SEED for seq in tx.sequences.values()):
+            raise OSError("bad sector")
+        return outputs
+
+
+def load_stumbling(path: Path, config: EngineConfig, progress: Callable[[str, float], None]) -> EngineCore:
+    """Return a ``StumblingCore`` over ``path``."""
+    return StumblingCore.from_path(path, config, progress)
 
 
 def load_losing_its_device(path: Path, config: EngineConfig, progress: Callable[[str, float], None]) -> EngineCore:
