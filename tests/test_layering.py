@@ -52,7 +52,7 @@ LAYERS: tuple[tuple[str, bool, str], ...] = (
         "engine.memory engine.model_plan "
         "engine.deadlines engine.core engine.llm engine.client engine.wire engine.process engine.detokenizer "
         "engine.outputs engine.prompt_logprobs engine.loop engine.chunk_budget engine.supervisor engine.meters "
-        "engine.stages",
+        "engine.stages engine.step_log",
     ),
     (
         "edges",
@@ -62,6 +62,7 @@ LAYERS: tuple[tuple[str, bool, str], ...] = (
         "server.structured server.protocol server.errors server.replies server.logprobs server.vocabulary "
         "server.generation server.chat server.completions server.served_model server.app server.main server.sse "
         "server.auth server.drain server.tokenization server.labels server.limits server.metrics server.observed "
+        "server.watch server.page "
         "bench.workload bench.client bench.paired bench.report bench.progress bench.timeline bench.peer bench.offline "
         "bench.stall bench.planner bench.pressure bench.run bench.load "
         "bench.events bench.figures bench.arm bench.steps bench.comparison bench.summary bench.svg bench.html "

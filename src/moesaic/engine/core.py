@@ -22,6 +22,7 @@ from moesaic.engine.memory import FreeMemory, context_length, plan_memory, resol
 from moesaic.engine.meters import StepMeters
 from moesaic.engine.prompt_logprobs import PromptLogprobs
 from moesaic.engine.stages import StageClock
+from moesaic.engine.step_log import StepLog
 from moesaic.errors import EngineDeadError, Refused, RequestError
 from moesaic.experts.select import ExpertSelection, select_experts
 from moesaic.experts.triton import TritonExperts
@@ -123,6 +124,7 @@ class EngineCore:
         self.swap_pool = HostSwapPool(store)
         self._deadlines = Deadlines(clock)
         self._meters = StepMeters(clock)
+        self._step_log = StepLog(clock)
         make_sampler = RowwiseSampler if config.batch_invariant else Sampler
         self.sampler = make_sampler(vocab_size=model.info.vocab_size, eos_token_ids=model.info.eos_token_ids)
         self._prompt_logprobs = PromptLogprobs()
@@ -303,13 +305,16 @@ class EngineCore:
             self.fail_request(request_id, f"unfinished after {timeout_s} s (timeout_s); allow more time")
         self._swap()
         start = self._meters.start(self.scheduler)
+        self._step_log.begin()
         with self.scheduler.step() as tx:
+            self._step_log.lap()
             try:
                 outputs = self._run(tx) if tx.plan.num_rows else []
             except BaseException:
                 self._failed_step = tx
                 raise
         self._meters.commit(start, tx)
+        self._step_log.commit(tx, self.scheduler)
         for output in outputs:
             if output.finish_reason is not None:
                 self._forget(output.request_id)
@@ -343,6 +348,7 @@ class EngineCore:
         logits = self.runner.run(batch)
         sampled = self._sample(logits[: batch.num_sampling_rows], tx)
         scores = self._prompt_logprobs.score(self.sampler, logits[batch.num_sampling_rows :], spans)
+        self._step_log.lap()
         outputs = tx.commit(sampled.token_ids, sampled.logprobs)
         for output in outputs:
             if output.finish_reason is not None:
@@ -381,6 +387,10 @@ class EngineCore:
             "features": self.features(),
             **self._meters.stats(),
         }
+
+    def steps_after(self, number: int | None) -> dict[str, Any]:
+        """Return the steps behind the one with this number, as ``StepLog.after`` does; steps are kept from now on."""
+        return self._step_log.after(number, self.scheduler)
 
     def features(self) -> dict[str, dict[str, Any]]:
         """Return requested, active and reason of each optional feature (Any: booleans or names)."""
