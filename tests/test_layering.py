@@ -66,7 +66,7 @@ LAYERS: tuple[tuple[str, bool, str], ...] = (
         "bench.workload bench.client bench.paired bench.report bench.progress bench.timeline bench.peer bench.offline "
         "bench.stall bench.planner bench.pressure bench.run bench.load "
         "bench.events bench.figures bench.arm bench.steps bench.comparison bench.summary bench.svg bench.html "
-        "bench.png demo.scene demo.run demo.show demo.picture",
+        "bench.png bench.trace demo.scene demo.run demo.show demo.picture",
     ),
     ("command line", True, "cli"),
 )

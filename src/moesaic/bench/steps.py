@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from moesaic.bench.events import StepColumn
+from moesaic.errors import ConfigError
 from moesaic.kv.geometry import blocks_for_tokens
-from moesaic.sched.decisions import Header
+from moesaic.sched.decisions import FORMAT, Header
 
 
 def read_steps(path: Path, request_ids: tuple[str, ...]) -> tuple[StepColumn, ...]:
@@ -21,6 +22,25 @@ def read_steps(path: Path, request_ids: tuple[str, ...]) -> tuple[StepColumn, ..
     added = [entry[1] for entry in entries if entry[0] == "add"]
     names = dict(zip(added[-len(request_ids) :], request_ids, strict=False))
     return tuple(_columns(entries, names, block_size))
+
+
+def read_all_steps(path: Path) -> tuple[StepColumn, ...]:
+    """Return every step of a log; requests are named by their number in the order of arrival.
+
+    Raises: ``ConfigError`` if the first line is no header.
+    """
+    head, *entries = _lines(path)
+    names = {entry[1]: f"request {entry[1]}" for entry in entries if entry[0] == "add"}
+    return tuple(_columns(entries, names, Header.parse(head).settings["block_size"]))
+
+
+def is_decision_log(path: Path) -> bool:
+    """Return whether the file begins as a decision log does. Raises: ``ConfigError`` if it cannot be read."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            return f'"{FORMAT}"' in file.readline(1000)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path} ({error}); check the path") from error
 
 
 def _times(entries: list[Any]) -> dict[int, tuple[float, float, float, float]]:
