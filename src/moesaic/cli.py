@@ -168,7 +168,7 @@ def trace(
     out: Annotated[Path, typer.Option(help="File to write.")] = Path("moesaic-trace.json"),
     api_key: Annotated[str | None, typer.Option(envvar="MOESAIC_API_KEY", help="Key of the server.")] = None,
 ) -> None:
-    """Write the steps of a server that runs with --ui, or of a recording, for ui.perfetto.dev or chrome://tracing."""
+    """Write the steps of a server that runs with --ui, or of a recording, for ui.perfetto.dev."""
     from moesaic.bench.trace import trace_events, trace_of_file, watch_steps, write_trace
 
     if "://" in source:

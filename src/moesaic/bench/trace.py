@@ -1,4 +1,4 @@
-"""Steps as a trace that Perfetto and Chrome open: the JSON of the Trace Event Format.
+"""Steps as a trace that Perfetto opens: the JSON of the Trace Event Format.
 
 Complete events (``ph`` X) for phases, counters (C) for rows, tokens and blocks, metadata (M) for names; times are in
 microseconds. Source: "Trace Event Format", the Chromium project's document that Perfetto's importer follows.
