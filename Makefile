@@ -12,7 +12,7 @@ BENCH_ARGS ?=
 CLIENTS := .clients
 OPENAI_NODE := openai@6.49.0
 
-.PHONY: install check test coverage test-clients test-gpu fuzz soak mutants demo docs bench clean help
+.PHONY: install check test coverage test-clients test-gpu fuzz soak mutants demo docs docs-links bench clean help
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -73,8 +73,17 @@ demo: $(READY) ## a real chat model under load on this machine's CPU
 bench: $(READY) ## paired benchmark arms; options in BENCH_ARGS
 	$(PY) -m moesaic.cli bench $(BENCH_ARGS)
 
-docs: $(READY) ## check links, commands and generated pages of the documentation
-	MOESAIC_CHECK=1 $(PY) -m pytest tests/test_docs.py
+docs: $(if $(READY),$(VENV)/.docs) ## the documentation as a site in site/, and its links, commands and examples checked
+	MOESAIC_CHECK=1 $(PY) -m pytest tests/test_docs.py tests/test_docs_examples.py
+	$(PY) -m sphinx --fail-on-warning --keep-going -q -b dirhtml docs site
+	@echo "open site/index.html"
+
+docs-links: $(if $(READY),$(VENV)/.docs) ## links of the documentation to other people's pages; needs the network
+	$(PY) -m sphinx -q -b linkcheck docs site/links
+
+$(VENV)/.docs: $(INSTALLED)
+	$(VENV)/bin/python -m pip install --disable-pip-version-check -c constraints.txt --group docs
+	@touch $@
 
 clean: ## everything that make, pip and the tests made here (not the model cache)
 	rm -rf $(VENV) $(CLIENTS) build dist site htmlcov .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .hypothesis

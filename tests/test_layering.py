@@ -53,7 +53,7 @@ LAYERS: tuple[tuple[str, bool, str], ...] = (
         "engine.memory engine.model_plan "
         "engine.deadlines engine.core engine.llm engine.client engine.wire engine.process engine.detokenizer "
         "engine.outputs engine.prompt_logprobs engine.loop engine.chunk_budget engine.supervisor engine.meters "
-        "engine.stages engine.launched engine.step_time engine.stall_bound",
+        "engine.stages engine.launched engine.step_time engine.stall_bound engine.step_log",
     ),
     (
         "edges",
@@ -63,12 +63,12 @@ LAYERS: tuple[tuple[str, bool, str], ...] = (
         "server.structured server.protocol server.errors server.replies server.logprobs server.vocabulary "
         "server.generation server.chat server.completions server.served_model server.app server.main server.sse "
         "server.auth server.connection server.drain server.tokenization server.labels server.limits server.metrics "
-        "server.observed "
+        "server.observed server.watch server.page "
         "bench.workload bench.client bench.paired bench.report bench.progress bench.timeline bench.peer bench.offline "
         "bench.stall bench.planner bench.pressure bench.run bench.load "
         "bench.paced bench.paced_server bench.overhead "
         "bench.events bench.figures bench.arm bench.steps bench.comparison bench.summary bench.svg bench.html "
-        "bench.png bench.drive bench.engine_load bench.engine_rows bench.engine "
+        "bench.png bench.trace bench.drive bench.engine_load bench.engine_rows bench.engine "
         "demo.scene demo.run demo.show demo.picture",
     ),
     ("command line", True, "cli"),

@@ -161,6 +161,33 @@ def replay(file: Annotated[Path, typer.Argument(help="A file that --decision-log
 
 
 @app.command()
+def trace(
+    source: Annotated[str, typer.Argument(help="A server's URL, events of bench paired (.jsonl), or a decision log.")],
+    *,
+    seconds: Annotated[float, typer.Option(min=0.1, help="How long to watch a server.")] = 10.0,
+    out: Annotated[Path, typer.Option(help="File to write.")] = Path("moesaic-trace.json"),
+    api_key: Annotated[str | None, typer.Option(envvar="MOESAIC_API_KEY", help="Key of the server.")] = None,
+) -> None:
+    """Write the steps of a server that runs with --ui, or of a recording, for ui.perfetto.dev."""
+    from moesaic.bench.trace import trace_events, trace_of_file, watch_steps, write_trace
+
+    if "://" in source:
+        from rich.console import Console
+
+        from moesaic.bench.progress import StageProgress
+
+        with StageProgress(Console(stderr=True)) as progress:
+            steps, num_lost = watch_steps(source, seconds, api_key, lambda share: progress(f"watch {source}", share))
+        write_trace(out, trace_events({source: steps}))
+        typer.echo(f"{len(steps)} steps written to {out}, {num_lost} lost")
+    else:
+        found = trace_of_file(Path(source))
+        write_trace(out, found)
+        num_steps = sum(e["ph"] == "X" and e["name"].startswith("step ") for e in found["traceEvents"])
+        typer.echo(f"{num_steps} steps written to {out}")
+
+
+@app.command()
 def demo(
     *,
     model: Annotated[str, typer.Option(help="smol, tiny, or another chat model.")] = "smol",

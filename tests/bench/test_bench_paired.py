@@ -43,6 +43,8 @@ def test_chunking_off_and_on_give_equal_outputs_raw_data_and_a_report(
     assert not re.search(r"(src|href)=\"http", text)
     assert text.count("<svg") >= 9
     assert "128 prompt tokens of long" in text  # a chunk in the picture of the steps
+    assert text.count("duration, ms</text>") == 2  # an axis for each arm
+    assert re.search(r"step 0: forward \d+\.\d\d ms", text)
 
     again = tmp_path / "again.html"
     done = CliRunner().invoke(

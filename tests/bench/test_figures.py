@@ -82,7 +82,8 @@ def test_parity_compares_ids_or_texts_and_of_cancelled_ones_what_both_had(
 
 
 def test_events_come_back_from_their_file_as_they_were(tmp_path: Path) -> None:
-    steps = {"x": (StepColumn(decode_rows=2, chunks=(("a", 4),), kv_blocks=3),)}
+    timed = StepColumn(decode_rows=2, chunks=(), kv_blocks=3, times_s=(1.0, 0.1, 0.2, 0.1))
+    steps = {"x": (StepColumn(decode_rows=2, chunks=(("a", 4),), kv_blocks=3), timed)}
     recording = Recording(settings={"n": 1}, environment={"cpu": "c"}, runs=(_run("x", _request()),), steps=steps)
     write_events(tmp_path / "new" / "e.jsonl", recording)
     assert read_events(tmp_path / "new" / "e.jsonl") == recording

@@ -56,3 +56,20 @@ def test_a_sequence_that_starts_again_held_nothing_since_its_last_row(tmp_path: 
     path = tmp_path / "log"
     path.write_text("".join(json.dumps(e) + "\n" for e in entries), encoding="ascii")
     assert [c.kv_blocks for c in read_steps(path, ("a", "b"))] == [2, 2, 2]
+
+
+def test_a_step_has_the_times_that_the_log_has_of_it(tmp_path: Path) -> None:
+    entries = [
+        Header.of(EngineConfig(block_size=4), 8, 64, 0).as_entry(),
+        ["add", "0", 4, 3, 0],
+        ["step", 1, 8, [], [["0", 0, 4]]],
+        ["commit", 1, []],
+        ["times", 1, 7.0, 0.5, 2.0, 0.25],
+        ["step", 2, 8, ["0"], []],
+        ["commit", 2, []],
+    ]
+    path = tmp_path / "log"
+    path.write_text("".join(json.dumps(e) + "\n" for e in entries), encoding="ascii")
+    first, second = read_steps(path, ("a",))
+    assert (first.times_s, first.duration_s) == ((7.0, 0.5, 2.0, 0.25), 2.75)
+    assert (second.times_s, second.duration_s) == (None, None)

@@ -59,12 +59,12 @@ def configs(draw: st.DrawFn) -> EngineConfig:
     )
 
 
-def create_recording(path: Path, config: EngineConfig | None = None, **pool: int) -> RecordingScheduler:
+def create_recording(path: Path, config: EngineConfig | None = None, **more: Any) -> RecordingScheduler:
     config = config or EngineConfig(max_batch_size=4, max_tokens_per_step=16, block_size=4)
     settings = {name: getattr(config, name) for name in EngineConfig.__dataclass_fields__}
     config = EngineConfig(**(settings | {"decision_log": str(path)}))
     defaults = {"num_blocks": 12, "max_model_len": 200, "num_swap_blocks": 0}
-    scheduler = make_scheduler(config, **(defaults | pool))
+    scheduler = make_scheduler(config, **(defaults | more))
     assert isinstance(scheduler, RecordingScheduler)
     return scheduler
 
@@ -206,7 +206,7 @@ def test_a_log_tells_of_each_kind_of_end(tmp_path: Path) -> None:
     ends = {name: outputs[-1].finish_reason for name, outputs in record_run(path).items()}
     assert ends == {"r0": "length", "r1": "length", "r2": "abort", "stops": "stop"}
     verbs = {entry[0] for entry in entries(path)[1:]}
-    assert verbs == {"add", "abort", "step", "commit", "swap_in", "swap_begin", "swap_end"}
+    assert verbs == {"add", "abort", "step", "commit", "swap_in", "swap_begin", "swap_end", "times"}
     result = replay(path)
     assert result.first_difference is None
     assert result.num_steps == sum(entry[0] == "step" for entry in entries(path)[1:])
@@ -375,6 +375,17 @@ def test_a_write_that_fails_ends_the_log_once_and_no_step(tmp_path: Path, caplog
     assert sum(len(run_step(scheduler, FakeRunner())) for _ in range(4)) == 4
 
 
+def test_times_are_those_of_the_phases_and_a_replay_passes_over_them(tmp_path: Path) -> None:
+    path, looks = tmp_path / "log", iter((1.0, 1.5, 10.0, 10.5, 12.0, 12.25))
+    scheduler = create_recording(path, clock=lambda: next(looks))
+    scheduler.add(create_request("r", 4, max_tokens=1))
+    scheduler.step().rollback()
+    run_step(scheduler, FakeRunner())
+    scheduler.log.close()
+    assert [e for e in entries(path)[1:] if e[0] == "times"] == [["times", 1, 10.0, 0.5, 1.5, 0.25]]
+    assert replay(path).first_difference is None
+
+
 def test_a_failed_step_is_written_out_at_once_and_others_when_the_log_is_collected(tmp_path: Path) -> None:
     path = tmp_path / "log"
     scheduler = create_recording(path)
@@ -384,4 +395,4 @@ def test_a_failed_step_is_written_out_at_once_and_others_when_the_log_is_collect
     assert [entry[0] for entry in entries(path)[1:]] == ["add", "step", "rollback"]
     run_step(scheduler, FakeRunner())
     del scheduler
-    assert [entry[0] for entry in entries(path)[4:]] == ["step", "commit"]
+    assert [entry[0] for entry in entries(path)[4:]] == ["step", "commit", "times"]

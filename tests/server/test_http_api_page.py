@@ -8,6 +8,7 @@ import pytest
 from moesaic import EngineConfig
 from moesaic.server.main import load_app
 from moesaic.server.protocol import UNSUPPORTED, ChatCompletionRequest, CompletionRequest
+from moesaic.server.settings import ServerConfig
 
 PAGE = (Path(__file__).parents[2] / "docs" / "http-api.md").read_text(encoding="utf-8")
 
@@ -21,7 +22,7 @@ def names(text: str) -> set[str]:
 
 
 def test_every_route_is_in_the_table(tiny_dir: Path) -> None:
-    app, _ = load_app(str(tiny_dir), EngineConfig(device="cpu", num_kv_blocks=16))
+    app, _ = load_app(str(tiny_dir), EngineConfig(device="cpu", num_kv_blocks=16), ServerConfig(ui=True))
     listed = set(re.findall(r"`(?:GET|POST) (/[^`]+)`", section("Routes")))
     assert listed == {*app.openapi()["paths"], "/openapi.json"}
 

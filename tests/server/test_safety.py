@@ -86,13 +86,14 @@ def test_without_a_key_only_health_answers(client: TestClient, headers: Any) -> 
     assert client.get("/health", headers=headers).status_code == 200
 
 
-def test_every_route_but_health_needs_a_key(make_app: MakeApp) -> None:
-    app = make_app(api_key=(KEY,))
+def test_every_route_but_health_and_the_page_needs_a_key(make_app: MakeApp) -> None:
+    app = make_app(api_key=(KEY,), ui=True)
     with TestClient(app) as client:
         for route in app.routes:
             path = getattr(route, "path", "").replace("{name:path}", "tiny")
             for method in getattr(route, "methods", None) or ():
-                assert (client.request(method, path).status_code == 401) == (path != "/health"), path
+                is_refused = client.request(method, path).status_code == 401
+                assert is_refused == (path not in ("/health", "/ui")), path
 
 
 @pytest.mark.parametrize("scheme", ["Bearer", "bearer"])

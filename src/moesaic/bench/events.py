@@ -82,6 +82,15 @@ class StepColumn:
     chunks: tuple[tuple[str, int], ...]
     """Request and prompt tokens."""
     kv_blocks: int
+    times_s: tuple[float, float, float, float] | None = None
+    """When it began on the server's clock, and how long planning, forward with sampling, and commit took.
+
+    None in files from before they were recorded.
+    """
+
+    @property
+    def duration_s(self) -> float | None:
+        return None if self.times_s is None else sum(self.times_s[1:])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

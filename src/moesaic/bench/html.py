@@ -173,6 +173,8 @@ def _steps(recording: Recording) -> list[str]:
         if columns:
             parts.append(f"<h3>{escape(arm)}, last pair</h3>")
             parts.append(_figure(_tokens_of_steps(arm, columns), "Blue: decode rows. Other colours: prompt tokens."))
+            if all(c.times_s for c in columns):
+                parts.append(_figure(_durations(arm, columns), _DURATIONS))
             parts.append(_figure(_kv_of_steps(arm, columns), "KV blocks that computed tokens fill after each step."))
     return ["<h2>Steps</h2>", *parts] if parts else []
 
@@ -189,6 +191,33 @@ def _tokens_of_steps(arm: str, columns: tuple[StepColumn, ...]) -> Chart:
             chart.box((i, i + 0.9), (top, top + num), colour, f"step {i}: {num} prompt tokens of {name}")
             top += num
     return chart
+
+
+_DURATIONS = (
+    "How long each step took: planning, forward with sampling (the wait for the device included), and commit, stacked "
+    "from below. The time between steps is not in it."
+)
+
+
+def _durations(arm: str, columns: tuple[StepColumn, ...]) -> Chart:
+    """The three phases of each step; none is left out for being short."""
+    chart = Chart(
+        title=f"Duration of each step, {arm}",
+        x_label="step",
+        y_label="duration, ms",
+        x_range=(0.0, float(len(columns))),
+        y_range=(0.0, 1.05e3 * max(c.duration_s or 0.0 for c in columns)),
+    )
+    for i, column in enumerate(columns):
+        low = 0.0
+        for phase, colour, seconds in zip(_PHASES, COLOURS, (column.times_s or ())[1:], strict=False):
+            high = low + 1e3 * seconds
+            chart.box((i, i + 0.9), (low, high), colour, f"step {i}: {phase} {1e3 * seconds:.2f} ms")
+            low = high
+    return chart
+
+
+_PHASES = ("planning", "forward", "commit")
 
 
 def _kv_of_steps(arm: str, columns: tuple[StepColumn, ...]) -> Chart:

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from moesaic.bench.events import StepColumn
+from moesaic.errors import ConfigError
 from moesaic.kv.geometry import blocks_for_tokens
-from moesaic.sched.decisions import Header
+from moesaic.sched.decisions import FORMAT, Header
 
 
 def read_steps(path: Path, request_ids: tuple[str, ...]) -> tuple[StepColumn, ...]:
@@ -23,6 +24,30 @@ def read_steps(path: Path, request_ids: tuple[str, ...]) -> tuple[StepColumn, ..
     return tuple(_columns(entries, names, block_size))
 
 
+def read_all_steps(path: Path) -> tuple[StepColumn, ...]:
+    """Return every step of a log; requests are named by their number in the order of arrival.
+
+    Raises: ``ConfigError`` if the first line is no header.
+    """
+    head, *entries = _lines(path)
+    names = {entry[1]: f"request {entry[1]}" for entry in entries if entry[0] == "add"}
+    return tuple(_columns(entries, names, Header.parse(head).settings["block_size"]))
+
+
+def is_decision_log(path: Path) -> bool:
+    """Return whether the file begins as a decision log does. Raises: ``ConfigError`` if it cannot be read."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            return f'"{FORMAT}"' in file.readline(1000)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path} ({error}); check the path") from error
+
+
+def _times(entries: list[Any]) -> dict[int, tuple[float, float, float, float]]:
+    found = (entry[1:] for entry in entries if entry[0] == "times")
+    return {step: (start, plan, launch, commit) for step, start, plan, launch, commit in found}
+
+
 def _lines(path: Path) -> list[Any]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
@@ -33,7 +58,7 @@ def _columns(entries: list[Any], names: dict[Any, str], block_size: int) -> Iter
     transfers: dict[Any, tuple[Any, str]] = {}
     decode: list[Any] = []
     chunks: list[Any] = []
-    preempted = _preempted(entries)
+    preempted, times = _preempted(entries), _times(entries)
     for i, (verb, *rest) in enumerate(entries):
         match verb:
             case "abort" | "fail" | "preempt":
@@ -47,7 +72,8 @@ def _columns(entries: list[Any], names: dict[Any, str], block_size: int) -> Iter
                 parts = tuple((names[seq], num) for seq, _, num in chunks if seq in names)
                 if rows or parts:
                     blocks = sum(blocks_for_tokens(n, block_size) for n in held.values())
-                    yield StepColumn(decode_rows=len(rows), chunks=parts, kv_blocks=blocks)
+                    seconds = times.get(rest[0])
+                    yield StepColumn(decode_rows=len(rows), chunks=parts, kv_blocks=blocks, times_s=seconds)
                 for seq in [*(seq for seq, _ in rest[1]), *preempted.get(i, ())]:
                     held.pop(seq, None)
             case "swap_begin":

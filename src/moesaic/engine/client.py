@@ -25,6 +25,7 @@ from moesaic.engine.loop import (
     NewRequest,
     PauseRequests,
     QueryStats,
+    QuerySteps,
     Refusal,
     ResumeRequests,
     StepDone,
@@ -100,6 +101,12 @@ class EngineClient(Protocol):
 
     async def stats(self) -> dict[str, Any]:
         """Return the engine's counts and gauges (Any: JSON values). Raises: ``EngineDeadError``."""
+
+    async def steps(self, after: int | None) -> dict[str, Any]:
+        """Return the steps behind number ``after``, and gauges (Any: JSON values). Raises: ``EngineDeadError``.
+
+        Steps are recorded for some seconds after each call and not otherwise; None asks for none yet.
+        """
 
 
 class DeltaObserver(Protocol):
@@ -277,6 +284,11 @@ class TextEngineClient:
         answer = await self._ask(QueryStats)
         stats: dict[str, Any] = answer.value
         return stats
+
+    async def steps(self, after: int | None) -> dict[str, Any]:
+        answer = await self._ask(lambda ticket: QuerySteps(ticket, after))
+        steps: dict[str, Any] = answer.value
+        return steps
 
     # On the event loop
 

@@ -24,6 +24,7 @@ from moesaic.engine.meters import StepMeters, StepStart
 from moesaic.engine.prompt_logprobs import PromptLogprobs
 from moesaic.engine.stages import StageClock
 from moesaic.engine.stall_bound import DecodeStallBound, bound_stats
+from moesaic.engine.step_log import StepLog
 from moesaic.engine.step_time import StepSizes
 from moesaic.errors import EngineDeadError, Refused, RequestError
 from moesaic.experts.select import ExpertSelection, select_experts
@@ -128,6 +129,7 @@ class EngineCore:
         self._deadlines = Deadlines(clock)
         self._meters = StepMeters(clock)
         self._stall_bound = DecodeStallBound.of(config)
+        self._step_log = StepLog(clock)
         make_sampler = RowwiseSampler if config.batch_invariant else Sampler
         self.sampler = make_sampler(vocab_size=model.info.vocab_size, eos_token_ids=model.info.eos_token_ids)
         self._prompt_logprobs = PromptLogprobs()
@@ -343,11 +345,12 @@ class EngineCore:
         """Plan a step and queue its work; None if nothing can run."""
         if self._stall_bound is not None:
             self._stall_bound.limit(self.scheduler)
-        start = self._meters.start(self.scheduler)
+        start, laps = self._meters.start(self.scheduler), self._step_log.begin()
         tx = self.scheduler.step()
+        self._step_log.lap(laps)
         try:
             if tx.plan.num_rows:
-                return self._queue(tx, start, carried)
+                return self._queue(tx, start, laps, carried)
         except BaseException:
             self._failed_step = tx
             tx.rollback()
@@ -355,7 +358,9 @@ class EngineCore:
         tx.rollback()
         return None
 
-    def _queue(self, tx: StepTransaction, start: StepStart, carried: CarriedTokens | None) -> LaunchedStep:
+    def _queue(
+        self, tx: StepTransaction, start: StepStart, laps: list[float], carried: CarriedTokens | None
+    ) -> LaunchedStep:
         spans = self._prompt_logprobs.spans(tx.plan, tx.sequences)
         extra = list(chain.from_iterable(range(s.flat_start, s.flat_start + len(s.target_token_ids)) for s in spans))
         batch = RaggedBatch.of(
@@ -369,7 +374,12 @@ class EngineCore:
         logits = self.runner.run(batch)
         sampled = self._sample(logits[: batch.num_sampling_rows], tx)
         return LaunchedStep(
-            tx=tx, start=start, sampled=sampled, spans=spans, prompt_logits=logits[batch.num_sampling_rows :]
+            tx=tx,
+            start=start,
+            laps_s=laps,
+            sampled=sampled,
+            spans=spans,
+            prompt_logits=logits[batch.num_sampling_rows :],
         )
 
     def _launch_behind(self, step: LaunchedStep) -> LaunchedStep | None:
@@ -400,6 +410,7 @@ class EngineCore:
             step.tx.rollback()
             raise
         stall_s = self._meters.commit(step.start, step.tx)
+        self._step_log.commit(step.laps_s, step.tx, self.scheduler)
         if self._stall_bound is not None and stall_s is not None:
             self._stall_bound.observe(StepSizes.of(step.tx.plan), stall_s)
         return outputs
@@ -407,6 +418,7 @@ class EngineCore:
     def _commit(self, step: LaunchedStep) -> list[StepOutput]:
         sampled = step.sampled.result()
         scores = self._prompt_logprobs.score(self.sampler, step.prompt_logits, step.spans)
+        self._step_log.lap(step.laps_s)
         outputs = step.tx.commit(sampled.token_ids, sampled.logprobs)
         for output in outputs:
             if output.finish_reason is not None:
@@ -465,6 +477,10 @@ class EngineCore:
             **self._meters.stats(),
             **bound_stats(self._stall_bound),
         }
+
+    def steps_after(self, number: int | None) -> dict[str, Any]:
+        """Return the steps behind the one with this number, as ``StepLog.after`` does; steps are kept from now on."""
+        return self._step_log.after(number, self.scheduler)
 
     def features(self) -> dict[str, dict[str, Any]]:
         """Return requested, active and reason of each optional feature (Any: booleans or names)."""

@@ -21,6 +21,8 @@ class LaunchedStep:
 
     tx: StepTransaction
     start: StepStart
+    laps_s: list[float]
+    """When its phases ended, if somebody watches: see ``StepLog``."""
     sampled: PendingTokens | KnownTokens
     spans: list[ScoredSpan]
     prompt_logits: torch.Tensor

@@ -61,11 +61,19 @@ class QueryStats:
 
 
 @dataclass(frozen=True, slots=True)
+class QuerySteps:
+    """Answered with the core's steps behind the one with the number ``after``; see ``StepLog.after``."""
+
+    ticket: int
+    after: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class Stop:
     """End unfinished requests with ``abort`` and leave the loop."""
 
 
-Command = AddRequests | AbortRequests | PauseRequests | ResumeRequests | QueryStats | Stop
+Command = AddRequests | AbortRequests | PauseRequests | ResumeRequests | QueryStats | QuerySteps | Stop
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +179,8 @@ class EngineLoop:
                     self._core.resume_request(request_id)
             case QueryStats(ticket):
                 self._events.append(Answer(ticket, self._supervisor.stats()))
+            case QuerySteps(ticket, after):
+                self._events.append(Answer(ticket, self._core.steps_after(after)))
             case Stop():
                 self._stop()
 

@@ -18,6 +18,7 @@ from moesaic.engine.loop import (
     EngineDied,
     PauseRequests,
     QueryStats,
+    QuerySteps,
     Refusal,
     ResumeRequests,
     StepDone,
@@ -83,7 +84,7 @@ class _Died:
 
 _PLAIN = (
     AbortRequests, AddRequests, Answer, EngineReady, LoadFailed, LoadProgress, PauseRequests, QueryStats,
-    ResumeRequests, StepDone, Stop, _Died, _Refused,
+    QuerySteps, ResumeRequests, StepDone, Stop, _Died, _Refused,
 )  # fmt: skip
 _DECODERS = {kind.__name__: msgspec.msgpack.Decoder(kind) for kind in _PLAIN}
 _ENVELOPE = msgspec.msgpack.Decoder(list[tuple[str, msgspec.Raw]])

@@ -5,6 +5,7 @@ import json
 import logging
 import weakref
 from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import asdict, dataclass, fields
 from io import TextIOWrapper
 from pathlib import Path
@@ -124,6 +125,10 @@ class DecisionLog:
     def commit(self, step_id: int, finished: Iterable[tuple[SeqId, str]]) -> None:
         """Write that a step was committed, and which of its rows finished and why."""
         self._write("commit", step_id, list(finished))
+
+    def times(self, step_id: int, start_s: float, phases_s: SequenceOf[float]) -> None:
+        """Write when a committed step began, in seconds, and how long planning, forward and commit took."""
+        self._write("times", step_id, *(round(s, 6) for s in (start_s, *phases_s)))
 
     def rollback(self, step_id: int, is_failure: bool) -> None:
         """Write that a step was rolled back; a failure is flushed, since worse may follow."""

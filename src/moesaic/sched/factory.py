@@ -1,5 +1,7 @@
 """The policy and the scheduler that a configuration asks for."""
 
+import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -36,15 +38,18 @@ def make_scheduler(
     num_swap_blocks: int = 0,
     eos_token_ids: tuple[int, ...] = (),
     victim_order: VictimOrder = cheapest_last,
+    clock: Callable[[], float] = time.monotonic,
 ) -> Scheduler:
     """Return a scheduler over a pool of ``num_blocks``; with ``decision_log`` it records what it is told and decides.
+
+    ``clock`` gives the log's times and decides nothing.
 
     Raises: ``ConfigError`` if the log cannot be written.
     """
     make: type[Scheduler] | partial[RecordingScheduler] = Scheduler
     if config.decision_log is not None:
         header = Header.of(config, num_blocks, max_model_len, num_swap_blocks)
-        make = partial(RecordingScheduler, DecisionLog(Path(config.decision_log), header))
+        make = partial(RecordingScheduler, DecisionLog(Path(config.decision_log), header), clock)
     return make(
         kv=PagedKVCache(BlockPool(num_blocks), config.block_size),
         policy=make_policy(config),

@@ -17,9 +17,13 @@ _PREEMPTION_VERBS: dict[PreemptionKind, str] = {"recompute": "preempt", "swap": 
 class RecordingScheduler(Scheduler):
     """A ``Scheduler`` with a log; each call is written once it has taken effect, so one that raised is not."""
 
-    def __init__(self, log: DecisionLog, **settings: Any) -> None:  # Any: the scheduler's own settings
+    def __init__(self, log: DecisionLog, clock: Callable[[], float], **settings: Any) -> None:
+        """``settings`` are the scheduler's own (Any: of several types)."""
         super().__init__(**settings)
         self.log = log
+        self._clock = clock
+        self._planned: dict[int, tuple[float, float]] = {}
+        """When the planning of each step in flight began and ended."""
 
     def add(self, request: Request) -> Sequence:
         seq = super().add(request)
@@ -51,7 +55,9 @@ class RecordingScheduler(Scheduler):
         return took_effect
 
     def step(self) -> StepTransaction:
+        start_s = self._clock()
         tx = super().step()
+        self._planned[tx.step_id] = start_s, self._clock()
         self.log.step(tx.step_id, tx.max_tokens, tx.plan)
         return tx
 
@@ -67,14 +73,18 @@ class RecordingScheduler(Scheduler):
         token_ids: SequenceOf[int],
         logprobs: SequenceOf[TokenLogprobs | None] | None,
     ) -> list[StepOutput]:
+        launched_s = self._clock()
         outputs = super().commit(tx, token_ids, logprobs)
         self.log.commit(tx.step_id, finished_rows(tx, outputs))
+        start_s, planned_s = self._planned.pop(tx.step_id)
+        self.log.times(tx.step_id, start_s, (planned_s - start_s, launched_s - planned_s, self._clock() - launched_s))
         return outputs
 
     def rollback(self, tx: StepTransaction) -> None:
         was_open = tx.is_open
         super().rollback(tx)
         if was_open:
+            del self._planned[tx.step_id]
             self.log.rollback(tx.step_id, is_failure=bool(tx.sequences))
 
     def begin_swap_ins(self) -> None:

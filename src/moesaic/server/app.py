@@ -8,13 +8,13 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from starlette.middleware.cors import CORSMiddleware
-from starlette.responses import PlainTextResponse
+from starlette.responses import HTMLResponse, PlainTextResponse
 
 from moesaic import __version__
 from moesaic.config import EngineConfig
 from moesaic.engine.client import EngineClient
 from moesaic.errors import RequestError
-from moesaic.server import errors, labels
+from moesaic.server import errors, labels, page
 from moesaic.server.auth import KeyGate
 from moesaic.server.chat import ChatWriter
 from moesaic.server.completions import CompletionWriter
@@ -26,6 +26,7 @@ from moesaic.server.protocol import ChatCompletionRequest, CompletionRequest, Ge
 from moesaic.server.replies import ChatCompletion, Completion, ErrorReply, ModelCard, ModelList, Reply
 from moesaic.server.served_model import ServedModel
 from moesaic.server.settings import ServerConfig
+from moesaic.server.sse import EventStream
 from moesaic.server.tokenization import (
     DetokenizeReply,
     DetokenizeRequest,
@@ -34,6 +35,7 @@ from moesaic.server.tokenization import (
     detokenize,
     tokenize,
 )
+from moesaic.server.watch import StepsReply, StepWatchers
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +70,8 @@ def create_app(
     _add_tokenization(app, model)
     _add_state(app, client, model, config, settings)
     _add_metrics(app, MetricsPage(client, meters, model.names[0]))
+    if settings.ui:
+        _add_page(app, client, settings)
     return app
 
 
@@ -155,6 +159,18 @@ def _add_metrics(app: FastAPI, page: MetricsPage) -> None:
     async def metrics(request: Request) -> Response:
         content, content_type = await page.render(request.headers.get("accept", ""))
         return Response(content, headers={"Content-Type": content_type})
+
+
+def _add_page(app: FastAPI, client: EngineClient, settings: ServerConfig) -> None:
+    watchers, shown = StepWatchers(client), page.load()
+
+    @app.get("/v1/steps", response_model=StepsReply, responses=_ERRORS)
+    async def steps() -> Response:
+        return EventStream(watchers.events(), watchers.place(), settings.sse_ping_interval_s)
+
+    @app.get(page.PATH, response_class=HTMLResponse)
+    async def ui() -> Response:
+        return HTMLResponse(shown.html, headers=shown.headers)
 
 
 class UnknownFields:

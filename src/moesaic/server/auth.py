@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from moesaic.server import page
 from moesaic.server.errors import error_response
 from moesaic.server.replies import ErrorDetail, ErrorReply
 
-OPEN_PATHS = frozenset({"/health"})
-"""Paths that need no key: what asks whether a process lives has none to send."""
+OPEN_PATHS = frozenset({"/health", page.PATH})
+"""Paths that need no key: what asks whether a process lives has none to send, and neither has a browser that opens the
+page, which is the same for all and asks for a key itself."""
 
 _SCHEME = "bearer "
 

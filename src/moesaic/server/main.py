@@ -19,6 +19,7 @@ from moesaic.engine.model_plan import kv_text
 from moesaic.engine.process import CoreFactory, ProcessEngineClient, load_core
 from moesaic.errors import ConfigError
 from moesaic.models.loader import load_tokenizer, resolve_model_path
+from moesaic.server import page
 from moesaic.server.app import create_app
 from moesaic.server.drain import LAST_WORDS_S, DrainingServer
 from moesaic.server.limits import http_limits
@@ -41,7 +42,7 @@ def serve(model: str, config: EngineConfig, settings: ServerConfig, *, make_core
             stats = engine.launch(report)
         app = create_app(engine, served_model(model, path, stats["max_model_len"], settings), config, settings)
         listener.listen()  # before the address is shown: who reads it may connect at once
-        console.print(startup_block(model, stats, _url(listener)), markup=False)
+        console.print(startup_block(model, stats, _url(listener), settings), markup=False)
         options = uvicorn.Config(
             app, log_config=None, access_log=False, timeout_graceful_shutdown=LAST_WORDS_S, **http_limits(settings)
         )
@@ -79,7 +80,7 @@ def served_model(model: str, path: Path, max_model_len: int, settings: ServerCon
     )
 
 
-def startup_block(model: str, stats: Mapping[str, Any], url: str) -> str:
+def startup_block(model: str, stats: Mapping[str, Any], url: str, settings: ServerConfig | None = None) -> str:
     """Return what an operator wants to see at start-up: the model, the KV budget, the features, where to go.
 
     ``stats`` are the engine's (Any: JSON values).
@@ -89,6 +90,7 @@ def startup_block(model: str, stats: Mapping[str, Any], url: str) -> str:
         ("KV", kv_text(stats["kv_blocks_total"], stats["kv_block_size_tokens"], stats["kv_bytes"])),
         *((name.replace("_", " "), _feature(feature)) for name, feature in stats["features"].items()),
         ("URL", f"{url}/v1"),
+        *((("page", f"{url}{page.PATH}"),) if settings is not None and settings.ui else ()),
     ]
     width = max(len(name) for name, _ in rows)
     return "\n".join([f"Moesaic {__version__}", *(f"  {name:<{width}}  {text}" for name, text in rows)])

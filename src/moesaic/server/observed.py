@@ -91,3 +91,6 @@ class ObservedClient:
 
     async def stats(self) -> dict[str, Any]:
         return await self._client.stats()
+
+    async def steps(self, after: int | None) -> dict[str, Any]:
+        return await self._client.steps(after)

@@ -51,6 +51,8 @@ class ServerConfig:
     """Largest request line and headers of a request together, in bytes, at least 1024."""
     max_prompts_per_request: int = 1024
     """Most prompts in one completions request, each counted n times, at least 1."""
+    ui: bool = False
+    """Serve a page at /ui to try the model and watch its steps, and their counts and times at /v1/steps."""
 
     def __post_init__(self) -> None:
         self.validate()

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from moesaic.config import EngineConfig
 from moesaic.engine.core import EngineCore
+from moesaic.engine.launched import LaunchedStep
 from moesaic.request import StepOutput
-from moesaic.sched.transaction import StepTransaction
 
 NUM_STEPS = 5
 """Steps with rows before the fault."""
@@ -28,9 +28,9 @@ UNLUCKY_SEED = 13
 class StumblingCore(EngineCore):
     """A core that fails each step with a request of ``UNLUCKY_SEED`` once its forward is done."""
 
-    def _run(self, tx: StepTransaction) -> list[StepOutput]:
-        outputs = super()._run(tx)
-        if any(seq.request.sampling_params.seed == UNLUCKY_SEED for seq in tx.sequences.values()):
+    def _commit(self, step: LaunchedStep) -> list[StepOutput]:
+        outputs = super()._commit(step)
+        if any(seq.request.sampling_params.seed == UNLUCKY_SEED for seq in step.tx.sequences.values()):
             raise OSError("bad sector")
         return outputs
 
