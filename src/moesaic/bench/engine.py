@@ -19,6 +19,7 @@ from moesaic.bench.progress import without_loading_bars
 from moesaic.bench.report import Report, environment
 from moesaic.config import EngineConfig
 from moesaic.engine.core import EngineCore
+from moesaic.engine.process import keep_collections_short
 from moesaic.models.loader import resolve_model_path
 
 _FIRST_PROMPT_TOKENS = 100
@@ -157,6 +158,7 @@ def warm_up(engine: EngineCore, loads: EngineLoads, progress: Progress) -> None:
     for i, calls in enumerate(steps):
         progress("warm up", i / len(steps))
         answer(engine, calls)
+    keep_collections_short()  # as in the engine's process of a server
 
 
 def answer(engine: EngineCore, calls: tuple[Call, ...]) -> None:
@@ -177,6 +179,7 @@ def _counts(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, An
 
 def _free_memory() -> None:
     """An engine's parts refer to each other; what they hold on the device is free once they are collected."""
+    gc.unfreeze()
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

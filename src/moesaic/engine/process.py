@@ -10,6 +10,7 @@ that a terminal sends to the whole group, and leaves its exceptions in the log: 
 import asyncio
 import contextlib
 import ctypes
+import gc
 import logging
 import multiprocessing
 import os
@@ -313,11 +314,21 @@ def _run_child(folder: str, path: Path, config: EngineConfig, make_core: CoreFac
         return
     emit([EngineReady(core.stats())])
     try:
+        keep_collections_short()
         EngineLoop(core, _SocketSource(commands), emit).run()
     except Exception as error:
         logger.exception("engine failed; every request of it is given up")
         emit([EngineDied.of(error)])
     _finish(context, events, commands)
+
+
+def keep_collections_short() -> None:
+    """Let the garbage collector look no more at what start-up has made, modules and model: it stays to the end.
+
+    A full collection over it takes some tens of milliseconds, which every stream would wait for.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def _is_ours(error: Exception) -> bool:
