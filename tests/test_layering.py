@@ -53,7 +53,7 @@ LAYERS: tuple[tuple[str, bool, str], ...] = (
         "engine.memory engine.model_plan "
         "engine.deadlines engine.core engine.llm engine.client engine.wire engine.process engine.detokenizer "
         "engine.outputs engine.prompt_logprobs engine.loop engine.chunk_budget engine.supervisor engine.meters "
-        "engine.stages engine.launched engine.step_time engine.stall_bound engine.step_log",
+        "engine.stages engine.launched engine.step_time engine.stall_bound engine.step_log engine.garbage",
     ),
     (
         "edges",

@@ -19,7 +19,7 @@ from moesaic.bench.progress import without_loading_bars
 from moesaic.bench.report import Report, environment
 from moesaic.config import EngineConfig
 from moesaic.engine.core import EngineCore
-from moesaic.engine.process import keep_collections_short
+from moesaic.engine.garbage import keep_collections_short
 from moesaic.models.loader import resolve_model_path
 
 _FIRST_PROMPT_TOKENS = 100

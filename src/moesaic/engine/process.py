@@ -10,7 +10,6 @@ that a terminal sends to the whole group, and leaves its exceptions in the log: 
 import asyncio
 import contextlib
 import ctypes
-import gc
 import logging
 import multiprocessing
 import os
@@ -32,6 +31,7 @@ from moesaic.config import EngineConfig
 from moesaic.engine.client import JOIN_TIMEOUT_S, TextEngineClient
 from moesaic.engine.core import EngineCore
 from moesaic.engine.detokenizer import Tokenizer
+from moesaic.engine.garbage import keep_collections_short
 from moesaic.engine.loop import Command, EngineDied, EngineLoop, Event, Stop
 from moesaic.engine.wire import EngineReady, LoadFailed, LoadProgress, decode, encode
 from moesaic.errors import EngineDeadError
@@ -320,15 +320,6 @@ def _run_child(folder: str, path: Path, config: EngineConfig, make_core: CoreFac
         logger.exception("engine failed; every request of it is given up")
         emit([EngineDied.of(error)])
     _finish(context, events, commands)
-
-
-def keep_collections_short() -> None:
-    """Let the garbage collector look no more at what start-up has made, modules and model: it stays to the end.
-
-    A full collection over it takes some tens of milliseconds, which every stream would wait for.
-    """
-    gc.collect()
-    gc.freeze()
 
 
 def _is_ours(error: Exception) -> bool:
