@@ -1,6 +1,7 @@
 """Loading: hub checkpoints bit for bit, dummy weights, and broken input refused with the name of what is wrong."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +71,20 @@ def test_routers_that_the_family_keeps_in_float32_stay_so(tmp_path: Path) -> Non
         assert a.dtype == b.dtype, name
 
 
+@pytest.fixture
+def new_memory_is_nan() -> Iterator[None]:
+    """What ``torch.empty`` gives is NaN, not what happened to be there."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 @pytest.mark.parametrize("family", available_families())
-def test_a_dummy_model_is_finite_in_bfloat16_and_its_buffers_are_right(family: str, tmp_path: Path) -> None:
+def test_a_dummy_model_is_finite_in_bfloat16_and_its_buffers_are_right(
+    family: str, tmp_path: Path, new_memory_is_nan: None
+) -> None:
     """Rotary frequencies are computed, not loaded: random ones would be wrong, uninitialised ones not even finite."""
     tiny_config(family).save_pretrained(tmp_path)
     model = load_model(tmp_path, load_format="dummy", dtype=torch.bfloat16)

@@ -181,9 +181,11 @@ def id_prompts(calls: Iterable[Call], vocab_size: int, seed: int) -> tuple[tuple
     """
     rng = np.random.default_rng(seed)
     return tuple(
-        (i % vocab_size, (i // vocab_size + 7919 * i) % vocab_size, *rng.integers(0, vocab_size, size=c.num_prompt_tokens).tolist())[
-            : max(2, c.num_prompt_tokens)
-        ]
+        (
+            i % vocab_size,
+            (i // vocab_size + 7919 * i) % vocab_size,
+            *rng.integers(0, vocab_size, size=c.num_prompt_tokens).tolist(),
+        )[: max(2, c.num_prompt_tokens)]
         for i, c in enumerate(calls)
     )
 

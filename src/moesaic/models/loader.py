@@ -292,6 +292,8 @@ def _dummy(path: Path, config: Any, dtype: torch.dtype, device: torch.device, se
 
 @torch.no_grad()
 def _fill(model: Any, generator: torch.Generator) -> None:
+    for buffer in model.buffers():
+        buffer.zero_()  # the memory is anybody's, and not every initialiser sets what a checkpoint would bring
     for module in model.modules():
         # Computed buffers (rotary frequencies) were lost on meta; the family's own initialiser knows them.
         if next(module.buffers(recurse=False), None) is not None:
