@@ -71,7 +71,7 @@ LAYERS: tuple[tuple[str, bool, str], ...] = (
         "bench.png bench.trace bench.drive bench.engine_load bench.engine_rows bench.engine "
         "demo.scene demo.run demo.show demo.picture",
     ),
-    ("command line", True, "cli"),
+    ("command line", True, "terminal cli"),
 )
 RANK = {f"moesaic.{name}": rank for rank, (_, _, names) in enumerate(LAYERS) for name in names.split()}
 WITHOUT_TORCH = [f"moesaic.{name}" for _, may_use_torch, names in LAYERS if not may_use_torch for name in names.split()]

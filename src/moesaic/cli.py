@@ -113,6 +113,32 @@ def serve(model: ModelArgument, *, server: ServerConfig, engine: EngineConfig) -
 
 
 @app.command()
+def chat(
+    url: Annotated[str, typer.Argument(help="Address of a server, like http://127.0.0.1:8000.")],
+    *,
+    model: Annotated[str | None, typer.Option(help="The default is the server's first model.")] = None,
+    system: Annotated[str | None, typer.Option(help="What the model is told first.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Most output tokens of an answer.")] = None,
+    temperature: Annotated[float | None, typer.Option(min=0.0, help="0 is greedy; the server has a default.")] = None,
+    api_key: Annotated[str | None, typer.Option(envvar="MOESAIC_API_KEY", help="Key of the server.")] = None,
+) -> None:
+    """Talk with a model on any server of OpenAI's API; without a terminal, each line of the input is a question."""
+    from moesaic.terminal import HELP, ChatError, ChatServer, Conversation, talk
+
+    server = ChatServer(url=url, api_key=api_key)
+    names = [model] if model is not None else server.models()
+    if not names:
+        raise ChatError(f"{url} has no model; name one with --model")
+    settings = _given(max_tokens=max_tokens, temperature=temperature)
+    conversation = Conversation(server=server, model=names[0], system=system, settings=settings)
+    is_terminal = sys.stdin.isatty()
+    if is_terminal:
+        typer.echo(f"{names[0]} at {url}. {HELP}")
+    read = partial(input, "> " if is_terminal else "")
+    talk(conversation, read, partial(typer.echo, nl=False), keeps_going=is_terminal)
+
+
+@app.command()
 @with_flags(engine=EngineConfig)
 def plan(model: ModelArgument, *, engine: EngineConfig) -> None:
     """Print what a model and its KV cache would take on this machine, without loading weights."""
