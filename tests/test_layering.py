@@ -14,7 +14,7 @@ SRC = Path(moesaic.__file__).parent
 # A module may import modules of its own layer and of the layers above it in this list. The second field says
 # whether the layer may import torch. Packages' __init__ are in the layer of their first module.
 LAYERS: tuple[tuple[str, bool, str], ...] = (
-    ("values", False, "errors config histogram"),
+    ("values", False, "errors config histogram log"),
     ("state", False, "structured request sequence kv.geometry kv.pool kv.table experts.cache experts.policy"),
     (
         "decisions",
@@ -63,7 +63,7 @@ LAYERS: tuple[tuple[str, bool, str], ...] = (
         "server.structured server.protocol server.errors server.replies server.logprobs server.vocabulary "
         "server.generation server.chat server.completions server.served_model server.app server.main server.sse "
         "server.auth server.connection server.drain server.tokenization server.labels server.limits server.metrics "
-        "server.observed server.watch server.page "
+        "server.observed server.request_log server.watch server.page "
         "bench.workload bench.client bench.paired bench.report bench.progress bench.timeline bench.peer bench.offline "
         "bench.stall bench.planner bench.pressure bench.run bench.load "
         "bench.paced bench.paced_server bench.overhead "

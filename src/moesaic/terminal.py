@@ -3,7 +3,7 @@
 import json
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
 from http.client import HTTPException, HTTPResponse
@@ -39,7 +39,7 @@ class ChatServer:
             except (ValueError, LookupError, TypeError) as error:
                 raise ChatError(f"{self.url} lists no models; check that it is a server of OpenAI's API") from error
 
-    def answer(self, body: dict[str, Any]) -> Iterator[str]:
+    def answer(self, body: dict[str, Any]) -> Generator[str, None, None]:
         """Yield the text of a streamed chat completion (Any: JSON values) as it comes; closing it cancels.
 
         Raises: ``ChatError``, also for an error within the stream.
@@ -163,4 +163,4 @@ def _message(body: bytes) -> str:
 
 
 def _cause(error: Exception) -> str:
-    return str(getattr(error, "reason", "") or error or type(error).__name__)
+    return str(getattr(error, "reason", "") or error) or type(error).__name__

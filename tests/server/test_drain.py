@@ -144,3 +144,28 @@ def test_a_killed_engine_comes_back_if_that_is_wanted(tiny_dir: Path) -> None:
         assert json.load(server.post("/completions", body))["usage"]["completion_tokens"] == 3
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(timeout=60) == 0
+
+
+def test_both_processes_log_json_and_no_text_of_a_request(tiny_dir: Path) -> None:
+    command = [sys.executable, "-m", "moesaic.cli", "serve", str(tiny_dir), "--port", "0", "--served-model-name", "t"]
+    command += ["--device", "cpu", "--num-kv-blocks", "64", "--log-format", "json", "--log-level", "info"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "NO_COLOR": "1"}) as process:
+        assert process.stderr is not None
+        lines: list[str] = []
+        try:
+            for line in process.stderr:
+                lines.append(line)
+                if match := re.search(r"URL +(http://\S+)", line):
+                    break
+            assert match is not None
+            body = {"model": "t", "prompt": "the treasure lies under the oak", "max_tokens": 2}
+            assert Server(process, match[1]).post("/completions", body).status == 200
+            process.send_signal(signal.SIGTERM)
+            lines += process.stderr.readlines()
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
+    entries = [json.loads(line) for line in lines if line.startswith("{")]
+    assert {entry["process"] for entry in entries} == {"server", "engine"}
+    assert [e["finish_reason"] for e in entries if e["message"].startswith("request over")] == ["length"]
+    assert "treasure" not in "".join(lines)

@@ -35,6 +35,7 @@ from moesaic.engine.garbage import keep_collections_short
 from moesaic.engine.loop import Command, EngineDied, EngineLoop, Event, Stop
 from moesaic.engine.wire import EngineReady, LoadFailed, LoadProgress, decode, encode
 from moesaic.errors import EngineDeadError
+from moesaic.log import LogSettings, configure_logging
 
 logger = logging.getLogger(__name__)
 
@@ -71,9 +72,10 @@ class ProcessEngineClient(TextEngineClient):
         *,
         restarts: bool = False,
         make_core: CoreFactory = load_core,
+        log: LogSettings = LogSettings(),  # noqa: B008  # immutable
     ) -> None:
         super().__init__(tokenizer)
-        self._arguments = (path, config, make_core)
+        self._arguments = (path, config, make_core, log)
         self._restarts = restarts
         self._is_closing = False
         self._has_failed = False
@@ -193,7 +195,7 @@ class ProcessEngineClient(TextEngineClient):
 class _Engine:
     """One child process and the parent's ends of its sockets."""
 
-    def __init__(self, path: Path, config: EngineConfig, make_core: CoreFactory) -> None:
+    def __init__(self, path: Path, config: EngineConfig, make_core: CoreFactory, log: LogSettings) -> None:
         # Only its owner may enter a folder made by mkdtemp, and nobody else may connect to a socket inside.
         self._folder = Path(tempfile.mkdtemp(prefix="moesaic-"))
         self._context = zmq.Context()
@@ -204,7 +206,7 @@ class _Engine:
         spawn = multiprocessing.get_context("spawn")  # fork would copy threads' locks and a CUDA context
         self.process: BaseProcess = spawn.Process(
             target=_run_child,
-            args=(str(self._folder), path, config, make_core, logging.getLogger().level),
+            args=(str(self._folder), path, config, make_core, log),
             name="moesaic-engine",
             daemon=True,
         )
@@ -289,12 +291,12 @@ class _SocketSource:
         return self._taken.pop(0)
 
 
-def _run_child(folder: str, path: Path, config: EngineConfig, make_core: CoreFactory, log_level: int) -> None:
+def _run_child(folder: str, path: Path, config: EngineConfig, make_core: CoreFactory, log: LogSettings) -> None:
     """The whole life of the engine's process."""
     _die_with_parent()
     for each in (signal.SIGINT, signal.SIGTERM):  # meant for the group; the parent decides
         signal.signal(each, signal.SIG_IGN)
-    logging.basicConfig(level=log_level, format="%(levelname)s %(message)s")
+    configure_logging(log, "engine")
     context = zmq.Context()
     events = _socket(context, zmq.PUSH)
     events.connect(_address(Path(folder), "events"))

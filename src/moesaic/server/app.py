@@ -24,6 +24,7 @@ from moesaic.server.metrics import MetricsPage, RequestMeters
 from moesaic.server.observed import ObservedClient
 from moesaic.server.protocol import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from moesaic.server.replies import ChatCompletion, Completion, ErrorReply, ModelCard, ModelList, Reply
+from moesaic.server.request_log import RequestLog
 from moesaic.server.served_model import ServedModel
 from moesaic.server.settings import ServerConfig
 from moesaic.server.sse import EventStream
@@ -51,7 +52,7 @@ def create_app(
     """
     settings = ServerConfig() if settings is None else settings
     meters = RequestMeters()
-    client = ObservedClient(client, [meters])
+    client = ObservedClient(client, [meters, RequestLog()])
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

@@ -18,6 +18,7 @@ from moesaic.engine.core import EngineCore
 from moesaic.engine.model_plan import kv_text
 from moesaic.engine.process import CoreFactory, ProcessEngineClient, load_core
 from moesaic.errors import ConfigError
+from moesaic.log import configure_logging
 from moesaic.models.loader import load_tokenizer, resolve_model_path
 from moesaic.server import page
 from moesaic.server.app import create_app
@@ -33,12 +34,15 @@ def serve(model: str, config: EngineConfig, settings: ServerConfig, *, make_core
     0 after a clean stop, 1 if the engine died and was not started again.
     Raises: ``ConfigError`` (also for an address that cannot be bound, before anything is loaded), ``ModelLoadError``.
     """
+    configure_logging(settings.log, "server")
     console = Console(stderr=True, highlight=False)
     with _bound(settings.host, settings.port) as listener:
         with _progress(console) as report:
             path = resolve_model_path(model, progress=report)
             restarts = settings.restart_engine
-            engine = ProcessEngineClient(path, config, load_tokenizer(path), restarts=restarts, make_core=make_core)
+            engine = ProcessEngineClient(
+                path, config, load_tokenizer(path), restarts=restarts, make_core=make_core, log=settings.log
+            )
             stats = engine.launch(report)
         app = create_app(engine, served_model(model, path, stats["max_model_len"], settings), config, settings)
         listener.listen()  # before the address is shown: who reads it may connect at once

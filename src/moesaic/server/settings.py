@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from moesaic.config import check_at_least, check_types
 from moesaic.errors import ConfigError
+from moesaic.log import LogFormat, LogLevel, LogSettings
 
 ToolCallParser = Literal["auto", "hermes", "mistral", "none"]
 ReasoningParser = Literal["auto", "think", "none"]
@@ -51,6 +52,10 @@ class ServerConfig:
     """Largest request line and headers of a request together, in bytes, at least 1024."""
     max_prompts_per_request: int = 1024
     """Most prompts in one completions request, each counted n times, at least 1."""
+    log_level: LogLevel = "warning"
+    """Least level of what is logged to standard error; info has a line for each request, nothing of its text."""
+    log_format: LogFormat = "text"
+    """Form of log records: lines of text, or JSON objects with their fields, one a line."""
     ui: bool = False
     """Serve a page at /ui to try the model and watch its steps, and their counts and times at /v1/steps."""
 
@@ -75,6 +80,11 @@ class ServerConfig:
         for origin in self.allowed_origins:
             if origin != "*" and not origin.startswith(("http://", "https://")):
                 raise ConfigError(f"allowed_origins has {origin!r}; an origin is * or scheme://host[:port]")
+
+    @property
+    def log(self) -> LogSettings:
+        """What every process is told of logging."""
+        return LogSettings(self.log_level, self.log_format)
 
     def keys(self) -> tuple[str, ...]:
         """Return every key that opens the server, those of ``api_key_file`` too; none means that it is open.
