@@ -247,6 +247,16 @@ def test_a_template_of_the_request_needs_the_servers_trust(client: openai.OpenAI
         assert caught.value.param == "chat_template"
 
 
+def test_an_effort_is_for_templates_that_know_one(client: openai.OpenAI, whole: openai.OpenAI) -> None:
+    body = {"chat_template": "{{ messages[0].role }}/{{ reasoning_effort }}", "reasoning_effort": "low"}
+    assert prompt_of(whole, extra_body=body) == "user/low"
+    named = {**body, "chat_template_kwargs": {"reasoning_effort": "high"}}
+    assert prompt_of(whole, extra_body=named) == "user/high"
+    with pytest.raises(openai.BadRequestError, match="knows no effort") as caught:
+        prompt_of(client, extra_body={"reasoning_effort": "low"})
+    assert caught.value.param == "reasoning_effort"
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "words"),
     [

@@ -30,6 +30,9 @@ _TEMPLATE_ERRORS = (
 """A template is a program: it trips over what it gets in any of these ways."""
 
 
+_EFFORT = "reasoning_effort"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rendering:
     """What a request says about the rendering of its messages."""
@@ -42,6 +45,13 @@ class Rendering:
     """A template to use in place of the model's own."""
     template_kwargs: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     """Variables for the template."""
+    reasoning_effort: str | None = None
+    """A variable of some templates (gpt-oss); others have no use for it."""
+
+    def variables(self) -> dict[str, Any]:
+        """Return all variables for the template; those of ``template_kwargs`` win."""
+        effort = {} if self.reasoning_effort is None else {_EFFORT: self.reasoning_effort}
+        return {**effort, **self.template_kwargs}
 
 
 class ChatFormat:
@@ -106,6 +116,7 @@ class ChatFormat:
         if not self.has_template and how.chat_template is None:
             raise RequestError("this model has no chat template; use /v1/completions", param="messages")
         self._check_kwargs(how.template_kwargs)
+        self._check_effort(how)
         own = {} if how.chat_template is None else {"chat_template": how.chat_template}
         param = "messages" if how.chat_template is None else "chat_template"
         try:
@@ -116,7 +127,7 @@ class ChatFormat:
                 add_generation_prompt=how.add_generation_prompt,
                 continue_final_message=how.continue_final_message,
                 **own,
-                **how.template_kwargs,
+                **how.variables(),
             )
         except _TEMPLATE_ERRORS as error:
             whose = "the model's" if how.chat_template is None else "the request's"
@@ -130,6 +141,16 @@ class ChatFormat:
             raise RequestError(
                 f"chat_template_kwargs has {names[0]!r}, which is no variable of a template; leave it out",
                 param="chat_template_kwargs",
+            )
+
+    def _check_effort(self, how: Rendering) -> None:
+        """Raises: ``RequestError`` if an effort is asked of a template that does not look at it."""
+        template = how.chat_template or _template_text(self._tokenizer) or ""
+        if how.reasoning_effort is not None and _EFFORT not in template:
+            raise RequestError(
+                f"{_EFFORT} is {how.reasoning_effort!r}, but the chat template knows no effort; leave it out, or see "
+                "whether the template has another switch for chat_template_kwargs",
+                param=_EFFORT,
             )
 
     def reasoning_begun(self, prompt: str, messages: Sequence[Mapping[str, Any]], how: Rendering) -> bool | None:

@@ -248,6 +248,7 @@ class ChatCompletionRequest(GenerationRequest):
     parallel_tool_calls: StrictBool | None = None
     chat_template: StrictStr | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: StrictStr | None = None
     add_generation_prompt: StrictBool | None = None
     continue_final_message: StrictBool | None = None
 
@@ -283,6 +284,7 @@ class ChatCompletionRequest(GenerationRequest):
             continue_final_message=continues,
             chat_template=self.chat_template,
             template_kwargs=self.chat_template_kwargs or {},
+            reasoning_effort=self.reasoning_effort,
         )
 
     def check(self) -> None:
