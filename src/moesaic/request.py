@@ -64,6 +64,8 @@ class SamplingParams:
     """Special tokens that stay in the text all the same; tool calls begin with such tokens in some models."""
     structured_output: StructuredOutput | None = None
     """A grammar that the output must match; not with ``min_tokens`` or ``ignore_eos``, since it says where to end."""
+    prompt_progress: bool = False
+    """Tell after each part of the prompt but the last how much of it is computed."""
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
@@ -117,7 +119,7 @@ class SamplingParams:
         _check_float("repetition_penalty", self.repetition_penalty, low=0.0, open_low=True)
         _check_float("presence_penalty", self.presence_penalty, low=-2.0, high=2.0)
         _check_float("frequency_penalty", self.frequency_penalty, low=-2.0, high=2.0)
-        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
+        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "prompt_progress"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} is {getattr(self, name)!r}; it must be true or false", param=name)
 
@@ -162,7 +164,7 @@ class TokenLogprobs:
 
 
 class StepOutput(NamedTuple):
-    """What one step gave one request. Progress-only rows give none.
+    """What one step gave one request. Progress-only rows give none but to those who ask for ``prompt_progress``.
 
     A named tuple, not a dataclass: 256 of them are built in each step.
     """
@@ -178,6 +180,8 @@ class StepOutput(NamedTuple):
     """One per prompt token (None for the first), with the first output only, if asked for."""
     error: str | None = None
     """Why the request failed, with ``finish_reason`` "error" or "timeout"; says nothing of other requests."""
+    num_computed_prompt_tokens: int | None = None
+    """So many are done, if a step computed a part of the prompt, not its end, and ``prompt_progress`` was asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -249,5 +249,9 @@ def test_joined_deltas_tell_what_they_told_one_by_one() -> None:
     assert TextDelta.joined((first,)) is first
     assert {field.name for field in fields(TextDelta)} == {
         *("request_id", "text", "token_ids", "logprobs", "prompt_logprobs"),
-        *("finish_reason", "stop_reason", "error", "output", "time_s"),
+        *("finish_reason", "stop_reason", "error", "output", "time_s", "num_computed_prompt_tokens"),
     }
+    parts = [TextDelta(request_id="a", text="", token_ids=(), num_computed_prompt_tokens=n) for n in (8, 16)]
+    assert TextDelta.joined(parts) is not parts[1]
+    assert TextDelta.joined(parts).num_computed_prompt_tokens == 16
+    assert TextDelta.joined([*parts, second]).num_computed_prompt_tokens is None, "the prompt is done"

@@ -424,7 +424,19 @@ class EngineCore:
             if output.finish_reason is not None:
                 self._grammars.forget(output.request_id)
         self._prompt_logprobs.record(step.spans, scores)
-        return self._prompt_logprobs.attach(outputs, step.tx.sequences)
+        return self._prompt_logprobs.attach(outputs, step.tx.sequences) + self._prompt_progress(step.tx)
+
+    def _prompt_progress(self, tx: StepTransaction) -> list[StepOutput]:
+        """Return how far the prompts that the step computed a part of are; preemption may set them back later."""
+        parts = ((c.start + c.num_tokens, tx.sequences[c.seq_id]) for c in tx.plan.chunks if not c.is_terminal)
+        return [
+            StepOutput(seq.request.request_id, (), num_computed_prompt_tokens=num_computed)
+            for num_computed, seq in parts
+            if seq.request.sampling_params.prompt_progress
+            and self.scheduler.get(seq.request.request_id) is seq
+            and num_computed < seq.num_prompt_tokens
+            and not seq.num_output_tokens
+        ]
 
     def _swap(self) -> None:
         """Make the copies that the last commit asked for, and bring back who fits; a failed copy costs a recompute."""

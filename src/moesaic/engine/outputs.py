@@ -37,6 +37,8 @@ class TextDelta:
     """The whole answer, with the last delta."""
     time_s: float = 0.0
     """When it came, by the clock of ``RequestMetrics``."""
+    num_computed_prompt_tokens: int | None = None
+    """How far the prompt is, if asked for and it is not done; such a delta has no token."""
 
     @classmethod
     def joined(cls, deltas: SequenceOf["TextDelta"]) -> "TextDelta":
@@ -195,6 +197,7 @@ class _Stream:
             error=error,
             output=None if reason is None else self._output(reason, stop_reason, error, now_s),
             time_s=now_s,
+            num_computed_prompt_tokens=output.num_computed_prompt_tokens,
         )
 
     def _read(self, output: StepOutput) -> str:

@@ -12,7 +12,7 @@ from moesaic.errors import RequestError
 from moesaic.request import RequestOutput
 from moesaic.server.errors import UnfinishedRequestError
 from moesaic.server.protocol import GenerationRequest
-from moesaic.server.replies import ChatChunk, ChatCompletion, Completion, Usage
+from moesaic.server.replies import ChatChunk, ChatCompletion, Completion, PromptProgress, Usage
 from moesaic.server.sse import EventStream, while_connected
 
 Chunk = Completion | ChatChunk
@@ -96,12 +96,21 @@ async def _whole(writer: ReplyWriter, client: EngineClient) -> Completion | Chat
     return writer.whole([outputs[index] for index in sorted(outputs)], tally.usage)
 
 
+def _news(writer: ReplyWriter, index: int, delta: TextDelta) -> Sequence[Chunk]:
+    """Return what a stream tells of ``delta``; how far a prompt is has a chunk of its own, without choices."""
+    if delta.num_computed_prompt_tokens is None:
+        return writer.chunks(index, delta)
+    chunk, total = writer.usage_chunk(), len(writer.submissions[index].prompt_token_ids)
+    chunk.prompt_progress = PromptProgress(index=index, processed=delta.num_computed_prompt_tokens, total=total)
+    return [chunk]
+
+
 async def _chunks(writer: ReplyWriter, stream: DeltaStream) -> AsyncGenerator[Chunk, None]:
     body = writer.body
     tally = Tally(writer, stream.request_ids)
     async for delta in stream:
         index = tally.take(delta)
-        for chunk in writer.chunks(index, delta):
+        for chunk in _news(writer, index, delta):
             if body.includes_usage:
                 # Set to None it is null in the JSON, as OpenAI's chunks before the last have it.
                 chunk.usage = tally.usage if body.includes_running_usage else None

@@ -65,6 +65,7 @@ class StreamOptions(BaseModel):
 
     include_usage: StrictBool | None = None
     continuous_usage_stats: StrictBool | None = None
+    include_prompt_progress: StrictBool | None = None
 
 
 class GenerationRequest(StructuredFields):
@@ -115,6 +116,11 @@ class GenerationRequest(StructuredFields):
         options = self.stream_options
         return bool(options and options.include_usage and options.continuous_usage_stats)
 
+    @property
+    def includes_prompt_progress(self) -> bool:
+        """Whether the stream tells how far a long prompt is, before the first token."""
+        return bool(self.stream_options and self.stream_options.include_prompt_progress)
+
     def unknown_fields(self) -> tuple[str, ...]:
         """Return the names of fields that no one here reads."""
         return tuple(name for name in self.model_extra or {} if name not in UNSUPPORTED)
@@ -154,6 +160,7 @@ class GenerationRequest(StructuredFields):
         if self.logit_bias is not None:
             fields["logit_bias"] = {_token_id(key): value for key, value in self.logit_bias.items()}
         fields["structured_output"] = self.structured_output()
+        fields["prompt_progress"] = self.includes_prompt_progress
         seeds = [None if self.seed is None else self.seed + i for i in range(self.num_choices)]
         try:
             return [SamplingParams(**fields, seed=seed) for seed in seeds]

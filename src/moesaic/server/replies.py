@@ -49,6 +49,14 @@ class CompletionChoice(Reply):
     prompt_logprobs: list[dict[str, Any] | None] = Field(default_factory=list)
 
 
+class PromptProgress(Reply):
+    """How far the prompt of one choice is, in tokens."""
+
+    index: int
+    processed: int
+    total: int
+
+
 class Completion(Reply):
     """The reply to a completion, or one chunk of its stream."""
 
@@ -58,6 +66,7 @@ class Completion(Reply):
     model: str
     choices: list[CompletionChoice]
     usage: Usage | None = None
+    prompt_progress: PromptProgress | None = None
 
 
 class TokenLogprob(Reply):
@@ -174,6 +183,7 @@ class ChatChunk(Reply):
     choices: list[ChatChunkChoice]
     usage: Usage | None = None
     prompt_token_ids: list[int] = Field(default_factory=list)
+    prompt_progress: PromptProgress | None = None
 
 
 class ModelCard(Reply):
