@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
 SHELL = re.compile(r"^```console\n(.*?)^```", re.MULTILINE | re.DOTALL)
-OTHERS_FLAGS = {"--no-deps"}
+OTHERS_FLAGS = {"--build-arg", "--no-deps"}
 """Of pip."""
 
 

@@ -1,8 +1,6 @@
 """One record for each request that is over: its label and its numbers, nothing of what was asked or answered."""
 
 import logging
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -10,6 +8,7 @@ from moesaic.engine.client import Submission
 from moesaic.engine.outputs import TextDelta
 from moesaic.errors import EngineDeadError, EngineDrainingError, RequestError
 from moesaic.log import FIELDS
+from moesaic.request import RequestMetrics
 from moesaic.server.labels import current_label
 
 logger = logging.getLogger(__name__)
@@ -21,23 +20,19 @@ class _Open:
 
     label: str | None
     num_prompt_tokens: int
-    arrival_s: float
-    first_token_s: float | None = None
     num_output_tokens: int = 0
 
 
 class RequestLog:
     """A ``RequestObserver`` that logs at level info; without that level it keeps nothing."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self._open: dict[str, _Open] = {}
 
     def admit(self, request_id: str, submission: Submission) -> None:
         """Begin a request under the label of the HTTP request that brought it."""
         if logger.isEnabledFor(logging.INFO):
-            label, num_tokens = current_label.get(), len(submission.prompt_token_ids)
-            self._open[request_id] = _Open(label, num_tokens, self._clock())
+            self._open[request_id] = _Open(current_label.get(), len(submission.prompt_token_ids))
 
     def refuse(self, error: RequestError | EngineDeadError | EngineDrainingError) -> None:
         """Log a refusal by its kind; its message may quote what was sent."""
@@ -49,28 +44,28 @@ class RequestLog:
         if entry is None:
             return
         entry.num_output_tokens += len(delta.token_ids)
-        if delta.token_ids and entry.first_token_s is None:
-            entry.first_token_s = self._clock()
         if delta.finish_reason is not None:
-            self._end(delta.request_id, delta.finish_reason)
+            metrics = None if delta.output is None else delta.output.metrics
+            self._end(delta.request_id, delta.finish_reason, metrics)
 
     def lose(self, request_ids: tuple[str, ...], reason: Literal["abort", "error"]) -> None:
-        """Log requests that get no last delta."""
+        """Log requests that get no last delta: of these no times are known."""
         for request_id in request_ids:
             if request_id in self._open:
-                self._end(request_id, reason)
+                self._end(request_id, reason, None)
 
-    def _end(self, request_id: str, reason: str) -> None:
-        entry, now_s = self._open.pop(request_id), self._clock()
-        first_s = None if entry.first_token_s is None else round(entry.first_token_s - entry.arrival_s, 4)
+    def _end(self, request_id: str, reason: str, metrics: RequestMetrics | None) -> None:
+        entry = self._open.pop(request_id)
         fields = {
             "request": entry.label,
             "finish_reason": reason,
             "prompt_tokens": entry.num_prompt_tokens,
             "output_tokens": entry.num_output_tokens,
-            "ttft_s": first_s,
-            "total_s": round(now_s - entry.arrival_s, 4),
         }
+        if metrics is not None:
+            fields["total_s"] = round(metrics.finished_s - metrics.arrival_s, 4)
+            if metrics.ttft_s is not None:
+                fields["ttft_s"] = round(metrics.ttft_s, 4)
         self._log("request over", fields)
 
     @staticmethod
