@@ -136,6 +136,17 @@ def test_progress_only_steps_are_empty_and_move_the_prompt(model: HFCausalLM) ->
     assert core.stats()["num_progress_only_steps"] == 1
 
 
+def test_who_asks_is_told_how_far_the_prompt_is(model: HFCausalLM) -> None:
+    core = create_core(model)
+    core.add_request("asks", LONG, SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True, prompt_progress=True))
+    core.add_request("silent", LONG, GREEDY)
+    outputs = drain(core)
+    told = [o.num_computed_prompt_tokens for o in outputs["asks"] if o.num_computed_prompt_tokens is not None]
+    assert told == list(range(8, len(LONG), 8))
+    assert [len(o.new_token_ids) for o in outputs["asks"]] == [0] * len(told) + [1, 1]
+    assert all(o.num_computed_prompt_tokens is None for o in outputs["silent"])
+
+
 def test_head_runs_for_sampling_rows_only(model: HFCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     core = create_core(model)
     seen: list[int] = []

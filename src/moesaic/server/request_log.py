@@ -56,7 +56,7 @@ class RequestLog:
 
     def _end(self, request_id: str, reason: str, metrics: RequestMetrics | None) -> None:
         entry = self._open.pop(request_id)
-        fields = {
+        fields: dict[str, Any] = {
             "request": entry.label,
             "finish_reason": reason,
             "prompt_tokens": entry.num_prompt_tokens,
