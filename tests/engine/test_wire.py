@@ -57,6 +57,7 @@ OUTPUTS = st.builds(
     new_token_ids=TOKENS,
     finish_reason=st.sampled_from([None, "stop", "length", "abort", "error"]),
     stop_reason=st.none() | st.integers(0, 9) | IDS,
+    num_computed_prompt_tokens=st.none() | st.integers(0, 10**6),
     logprobs=st.none() | st.lists(LOGPROBS, max_size=2).map(tuple),
     prompt_logprobs=st.none() | st.lists(st.none() | LOGPROBS, max_size=3).map(tuple),
     error=st.none() | IDS,
