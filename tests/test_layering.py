@@ -66,7 +66,7 @@ LAYERS: tuple[tuple[str, bool, str], ...] = (
         "server.observed server.request_log server.watch server.page "
         "bench.workload bench.client bench.paired bench.report bench.progress bench.timeline bench.peer bench.offline "
         "bench.stall bench.planner bench.pressure bench.run bench.load "
-        "bench.paced bench.paced_server bench.overhead "
+        "bench.paused bench.paced bench.paced_server bench.overhead "
         "bench.events bench.figures bench.arm bench.steps bench.comparison bench.summary bench.svg bench.html "
         "bench.png bench.trace bench.drive bench.engine_load bench.engine_rows bench.engine "
         "demo.scene demo.run demo.show demo.picture",

@@ -448,6 +448,10 @@ def bench_paired(
     seed: Annotated[int | None, typer.Option(help="Of lengths, prompts and arrivals.")] = None,
     max_ttft_s: Annotated[float, typer.Option(help="Goodput: most seconds to the first token.")] = 2.0,
     max_stall_s: Annotated[float, typer.Option(help="Goodput: longest gap in seconds.")] = 0.2,
+    pause_idle: Annotated[
+        bool,
+        typer.Option("--pause-idle", help="Stop (SIGSTOP) the other servers of this machine while one is measured."),
+    ] = False,
     json: Annotated[
         Path | None, typer.Option("--json", help="Write figures here, and events beside it as .jsonl.")
     ] = None,
@@ -495,6 +499,7 @@ def bench_paired(
             num_pairs=pairs,
             max_ttft_s=max_ttft_s,
             max_stall_s=max_stall_s,
+            pause_idle=pause_idle,
         )
         recording = run_comparison(settings, progress)
     _keep(recording, console, json, report, None)

@@ -29,6 +29,7 @@ def test_chunking_off_and_on_give_equal_outputs_raw_data_and_a_report(
         "12",
         "--pairs",
         "1",
+        "--pause-idle",
     ]
     done = CliRunner().invoke(
         app, ["bench", "paired", "tiny", *arguments, "--json", str(out), "--report", str(page)], catch_exceptions=False

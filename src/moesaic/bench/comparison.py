@@ -14,6 +14,7 @@ from moesaic.bench.arm import own_server
 from moesaic.bench.client import Dialect, Prompt, Target, find_dialect, run_load
 from moesaic.bench.events import ArmRun, Recording, StepColumn
 from moesaic.bench.load import Call, LoadSettings, id_prompts, make_calls, text_prompts
+from moesaic.bench.paused import paused
 from moesaic.bench.report import environment
 from moesaic.bench.steps import read_steps
 from moesaic.demo.scene import load_document
@@ -54,6 +55,8 @@ class ComparisonSettings:
     num_pairs: int = 3
     max_ttft_s: float = 2.0
     max_stall_s: float = 0.2
+    pause_idle: bool = False
+    """Stop the servers that are not measured (those of this machine; see ``moesaic.bench.paused``)."""
 
 
 def chunking_arms(model: str, chunk_sizes: SequenceOf[int] = (128,)) -> tuple[ArmSettings, ...]:
@@ -144,7 +147,9 @@ async def _rounds(
         for i, (arm, target) in enumerate(zip(settings.arms, targets, strict=True)):
             stage = "warm up" if pair < 0 else f"pair {pair + 1} of {settings.num_pairs}"
             progress(f"{stage}: {arm.name}", i / len(targets))
-            run = await run_load(target, dialect, calls, prompts, pair=pair, arm=arm.name)
+            idle = [t for t in targets if t is not target] if settings.pause_idle else []
+            with paused(idle):
+                run = await run_load(target, dialect, calls, prompts, pair=pair, arm=arm.name)
             if pair >= 0:
                 runs.append(run)
     return runs, "token ids" if prompts is ids else "text"
