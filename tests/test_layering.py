@@ -28,8 +28,8 @@ LAYERS: tuple[tuple[str, bool, str], ...] = (
     (
         "backends",
         True,
-        "kernels.reference kernels.tiles kernels.launch kernels.norm kernels.rope kernels.routing kernels.experts "
-        "kernels.gather kernels.select "
+        "kernels.reference kernels.few_rows kernels.tiles kernels.launch kernels.norm kernels.rope kernels.routing "
+        "kernels.experts kernels.gather kernels.select "
         "attention.base attention.reference attention.gathered attention.flashinfer attention.select "
         "experts.base experts.resident experts.offloaded experts.transfer "
         "experts.tuning experts.triton experts.select",

@@ -11,6 +11,7 @@ import torch
 from torch.nn import functional
 
 from moesaic.errors import InvariantError
+from moesaic.kernels.few_rows import is_few_rows, linear
 
 if TYPE_CHECKING:
     from moesaic.batch import RaggedBatch
@@ -28,8 +29,9 @@ class ResidentExperts:
     as a loop of products over the experts with tokens (gate and up of 4 experts, C 576, I 1536, 2 per token,
     float32, one thread, 2026-12-01: 8 tokens 5.9 and 5.2 ms, 16 tokens 5.5 and 6.0, 512 tokens 48 and 48;
     128 experts, C 256, I 128, 8 per token, 64 tokens: 6.8 and 8.7).
-    A layer whose weights it refuses (strides and addresses must be multiples of 16 bytes) takes that loop, and
-    ``stats`` says so. Weights are read from the modules in each call and may be loaded later, but not re-laid.
+    There the loop is taken for few rows of large experts (``moesaic.kernels.few_rows``), as it is by a layer whose
+    weights ``grouped_mm`` refuses (strides and addresses must be multiples of 16 bytes); ``stats`` names the latter.
+    Weights are read from the modules in each call and may be loaded later, but not re-laid.
     Raises: ``InvariantError`` for modules that are not of the fused kind or hold a part of the experts only.
     """
 
@@ -134,8 +136,9 @@ class _FusedExperts:
         return self._finish(self._linear_one("down_proj", hidden, expert))
 
     def _linear(self, name: str, x: torch.Tensor, ids: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        multiply = _loop_mm if self.refusal is not None else _grouped_mm
-        out = multiply(x, self._weight(name), ends)
+        weight = self._weight(name)
+        is_few = is_few_rows(len(x) / self.num_experts, weight[0].t())
+        out = (_loop_mm if is_few or self.refusal is not None else _grouped_mm)(x, weight, ends)
         return out + self._bias(name)[ids] if self._module.has_bias else out
 
     def _linear_one(self, name: str, x: torch.Tensor, expert: int) -> torch.Tensor:
@@ -186,4 +189,4 @@ def _loop_mm(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch
     """Return what ``grouped_mm`` does by one product per expert with rows; waits for the device once."""
     bounds = [0, *ends.tolist()]
     spans = [(e, a, b) for e, (a, b) in enumerate(pairwise(bounds)) if b > a]
-    return torch.cat([x[a:b] @ weight[e] for e, a, b in spans])
+    return torch.cat([linear(x[a:b], weight[e].t()) for e, a, b in spans])

@@ -16,6 +16,7 @@ from transformers.integrations.moe import ExpertsInterface
 
 from moesaic.attention.base import AttentionParams
 from moesaic.errors import InvariantError
+from moesaic.kernels.few_rows import linear
 from moesaic.models.families import Family, family_of
 from moesaic.models.info import model_info
 
@@ -148,7 +149,7 @@ class HFCausalLM:
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits [S, V] in float32 for hidden states [S, C]."""
-        logits: torch.Tensor = self.hf_model.lm_head(self.hf_model.model.norm(hidden[None]))[0].float()
+        logits = _vocabulary_scores(self.hf_model.lm_head, self.hf_model.model.norm(hidden[None])[0]).float()
         config, family = self.hf_model.config, self._family
         if family.logits_multiplier is not None:
             logits = logits * getattr(config, family.logits_multiplier)
@@ -164,6 +165,14 @@ def _embedding_scale(family: Family, config: Any) -> float:
     if family.scales_embedding_by_width and config.mup_enabled:
         return float(config.hidden_size**0.5)
     return 1.0
+
+
+def _vocabulary_scores(head: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+    """Return [S, V]: the largest product of a step of few rows, and so by the kernel for those where it can be."""
+    if type(head) is nn.Linear and getattr(head, "bias", None) is None:  # a subclass may do more
+        return linear(hidden, head.weight)
+    scores: torch.Tensor = head(hidden)
+    return scores
 
 
 def _position_keywords(family: Family, decoder: Any, hidden: torch.Tensor, positions: torch.Tensor) -> Any:

@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from moesaic.attention.base import AttentionParams
 from moesaic.errors import InvariantError, Refused
+from moesaic.kernels.few_rows import linear
 from moesaic.kernels.select import Kernels, kernels_for
 
 if TYPE_CHECKING:
@@ -137,7 +138,7 @@ class NativeCausalLM:
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits [S, V] in float32 for hidden states [S, C]."""
         normed, _ = self.kernels.rms_norm(hidden, self._norm, self._eps)
-        return functional.linear(normed, self._head).float()
+        return linear(normed, self._head).float()
 
 
 def native_refusal(adapter: HFCausalLM) -> Refused | None:
