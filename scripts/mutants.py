@@ -147,8 +147,8 @@ MUTANTS = (
     Mutant(
         "a sequence in flight may be the victim",
         "sched/preempt.py",
-        "if h.rank > rank and h.is_movable and h.num_blocks",
-        "if h.rank > rank and h.num_blocks",
+        "if h.rank > rank and h.is_movable and (h.num_blocks or h.shared_head)",
+        "if h.rank > rank and (h.num_blocks or h.shared_head)",
     ),
     Mutant(
         "the need of one block takes two victims",
@@ -326,10 +326,64 @@ MUTANTS = (
         "return len(self.running) + len(self.swap.states)",
     ),
     Mutant(
+        "a sibling begins before its prompt is committed",
+        "sched/scheduler.py",
+        "is_committed = seq.committed_kv_tokens >= num_blocks * self.kv.block_size",
+        "is_committed = self.kv.num_blocks(seq) >= num_blocks",
+    ),
+    Mutant(
+        "siblings of a leader that leaves wait for ever",
+        "sched/siblings.py",
+        "if not group.donors and group.held:",
+        "if False:",
+    ),
+    Mutant(
+        "a sibling passes who came first",
+        "sched/siblings.py",
+        "is_first = first_waiting is None or seq.rank < first_waiting",
+        "is_first = True",
+    ),
+    Mutant(
+        "a sibling shares the block that both will write",
+        "sched/siblings.py",
+        "return (seq.num_prompt_tokens - 1) // block_size",
+        "return -(-(seq.num_prompt_tokens - 1) // block_size)",
+    ),
+    Mutant(
+        "a sibling takes its blocks without a reference of its own",
+        "kv/table.py",
+        "        self.pool.share(blocks)\n",
+        "",
+    ),
+    Mutant(
+        "blocks that a victim shares count as free",
+        "sched/scheduler.py",
+        "num_blocks=self.kv.num_blocks(seq.seq_id) - len(shared_head),",
+        "num_blocks=self.kv.num_blocks(seq.seq_id),",
+    ),
+    Mutant(
+        "shared blocks are swapped",
+        "sched/swapper.py",
+        "if num_blocks <= room and not self._kv.shared_head(seq):",
+        "if num_blocks <= room:",
+    ),
+    Mutant(
+        "siblings begin without a row",
+        "sched/scheduler.py",
+        "num_rows=self.max_batch_size - self._num_admitted() + len(finished),",
+        "num_rows=self.max_batch_size,",
+    ),
+    Mutant(
+        "a failed commit keeps the blocks that siblings began with",
+        "sched/scheduler.py",
+        "            self.kv.reopen_sequence_reservation(fork.sibling, 0)\n",
+        "",
+    ),
+    Mutant(
         "decode rows wait two steps for whole prompts",
         "sched/whole.py",
-        "if head is None or not view.decode_rows or view.num_decode_gap_steps:",
-        "if head is None or not view.decode_rows or view.num_decode_gap_steps > 1:",
+        "if not view.decode_rows or view.num_decode_gap_steps:",
+        "if not view.decode_rows or view.num_decode_gap_steps > 1:",
     ),
 )
 

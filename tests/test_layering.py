@@ -20,8 +20,8 @@ LAYERS: tuple[tuple[str, bool, str], ...] = (
         "decisions",
         False,
         "sched.plan sched.ordering sched.queues sched.policy sched.swap sched.whole sched.chunked "
-        "sched.counts sched.swapper sched.preempt sched.running sched.advance sched.invariants sched.factory "
-        "sched.scheduler sched.transaction sched.decisions sched.recording sched.replay sched.blocked",
+        "sched.counts sched.swapper sched.preempt sched.running sched.siblings sched.advance sched.invariants "
+        "sched.factory sched.scheduler sched.transaction sched.decisions sched.recording sched.replay sched.blocked",
     ),
     ("tensors", True, "batch kv.store kv.swap"),
     ("built-in models", True, "builtin builtin.cache builtin.tokens builtin.tiny builtin.smol"),

@@ -149,6 +149,8 @@ class Request:
     sampling_params: SamplingParams
     priority: int = 0
     """Lower goes first, under the scheduling policy ``priority``."""
+    sibling_of: str | None = None
+    """An unfinished request with the same prompt, whose KV of the prompt this one begins with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

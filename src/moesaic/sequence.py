@@ -194,6 +194,10 @@ class Sequence:
         self.prefill_target = self.num_tokens
         self.num_preemptions += 1
 
+    def unfork(self) -> None:
+        """Undo a beginning with the KV of another: it waits and has none."""
+        self.status, self.committed_kv_tokens = SequenceStatus.WAITING, 0
+
     def mark(self) -> SequenceMark:
         """Return what ``reset`` needs to come back to this point."""
         return self.status, self.committed_kv_tokens, self.num_tokens, self.prefill_target, self.num_preemptions

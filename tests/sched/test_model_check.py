@@ -37,6 +37,18 @@ MODELS = {
         commands=("abort", "swap out"),
     ),
     "chunked, paused": Model(requests=((3, 2), (2, 2)), commands=("abort", "pause")),
+    "chunked, siblings": Model(
+        requests=((3, 2), (3, 2), (3, 1)), siblings=(1, 2), num_blocks=5, commands=("abort", "preempt")
+    ),
+    "chunked, siblings, swap": Model(
+        requests=((3, 2), (3, 2)), siblings=(1,), num_blocks=4, num_swap_blocks=3, commands=("swap out", "pause")
+    ),
+    "chunked, siblings, advanced": Model(
+        requests=((3, 2), (3, 1)), siblings=(1,), num_blocks=6, max_steps_in_flight=2, advances=True
+    ),
+    "whole, siblings": Model(
+        requests=((3, 2), (3, 2), (2, 1)), siblings=(1,), chunked=False, commands=("abort", "preempt")
+    ),
     "whole": Model(chunked=False),
     "whole, swap": Model(requests=TIGHT, max_batch_size=3, num_swap_blocks=2, chunked=False),
     "whole, blocks of two, two in flight": Model(

@@ -31,8 +31,9 @@ def fail_or_end_copies(scheduler: Scheduler, rng: random.Random) -> None:
         (scheduler.fail_swap if rng.random() < 0.3 else scheduler.end_swap)(transfer)
 
 
+@pytest.mark.parametrize("has_siblings", [False, True])
 @pytest.mark.parametrize("num_swap_blocks", [0, 6])
-def test_preemptions_and_recomputed_tokens_stay_within_their_bound(num_swap_blocks: int) -> None:
+def test_preemptions_and_recomputed_tokens_stay_within_their_bound(num_swap_blocks: int, has_siblings: bool) -> None:
     """Requests of any length up to the whole pool, more of them than fit, some ended by their clients."""
     num_preemptions = 0
     for seed in SEEDS:
@@ -42,9 +43,11 @@ def test_preemptions_and_recomputed_tokens_stay_within_their_bound(num_swap_bloc
         num_first_blocks = largest = num_added = 0
         while num_added < 30 or scheduler.has_unfinished:
             if num_added < 30 and len(scheduler.waiting) < 3:
-                num_prompt = rng.randrange(1, num_slots)
+                sibling = rng.choice((*scheduler.sequences, None)) if has_siblings else None
+                num_prompt = rng.randrange(1, num_slots) if sibling is None else sibling.num_prompt_tokens
                 max_tokens = rng.randrange(1, num_slots - num_prompt + 2)
-                scheduler.add(create_request(f"r{num_added}", num_prompt, max_tokens))
+                leader = None if sibling is None else sibling.request.request_id
+                scheduler.add(create_request(f"r{num_added}", num_prompt, max_tokens, sibling_of=leader))
                 num_first_blocks += blocks_needed(num_prompt, max_tokens, scheduler.kv.block_size)
                 largest = max(largest, kv_tokens_needed(num_prompt, max_tokens))
                 num_added += 1
@@ -53,7 +56,8 @@ def test_preemptions_and_recomputed_tokens_stay_within_their_bound(num_swap_bloc
             fail_or_end_copies(scheduler, rng)
             run_step(scheduler, runner)
             counts = scheduler.counts
-            most_lost = min(largest, num_slots - scheduler.kv.block_size)  # the older one in need has a block
+            # The older one in need has a block, which only a sibling may have too.
+            most_lost = min(largest, num_slots - (0 if has_siblings else scheduler.kv.block_size))
             assert counts.num_preemptions <= num_first_blocks
             assert counts.num_recomputed_tokens <= counts.num_preemptions * most_lost
         num_preemptions += scheduler.counts.num_preemptions

@@ -82,7 +82,14 @@ class Driver:
         params = SamplingParams(max_tokens=max_tokens, stop_token_ids=(STOP_ID,))
         tokens = tuple(range(5, 5 + num_prompt_tokens))
         name, priority = f"r{self.num_requests}", max_tokens % 3 - 1
-        request = Request(request_id=name, prompt_token_ids=tokens, sampling_params=params, priority=priority)
+        leader = self.scheduler.get(f"r{num_prompt_tokens % max(1, self.num_requests)}") if max_tokens % 2 else None
+        request = Request(
+            request_id=name,
+            prompt_token_ids=tokens if leader is None else leader.request.prompt_token_ids,
+            sampling_params=params,
+            priority=priority,
+            sibling_of=None if leader is None else leader.request.request_id,
+        )
         try:
             self.scheduler.add(request)
             self.num_requests += 1
@@ -238,7 +245,7 @@ def test_a_log_holds_no_token_ids_and_no_names_of_requests(tmp_path: Path) -> No
     scheduler.log.close()
     assert "secret" not in path.read_text()
     assert "424242" not in path.read_text()
-    assert entries(path)[1:] == [["add", 0, 1, 1, 0], ["fail", 0]]
+    assert entries(path)[1:] == [["add", 0, 1, 1, 0, None], ["fail", 0]]
 
 
 def test_a_changed_plan_is_found_with_its_step(tmp_path: Path) -> None:
@@ -273,8 +280,8 @@ def test_a_scheduler_with_other_settings_decides_otherwise(tmp_path: Path) -> No
         (["commit", 0, [[0, "length"]]], "expected finished [[0, 'length']], got finished []"),
         (["abort", 9], "expected abort 9: True, got abort 9: False"),
         (["commit", 7, []], "got KeyError: 7"),
-        (["add", 5, 1, 1, 0], "expected sequence 5, got sequence 1"),
-        (["add", 1, 500, 1, 0], "got RequestTooLargeError"),
+        (["add", 5, 1, 1, 0, None], "expected sequence 5, got sequence 1"),
+        (["add", 1, 500, 1, 0, None], "got RequestTooLargeError"),
         (["swap_in", [0]], "expected swapped in [0], got swapped in []"),
         (["swap_begin", [[0, 0, "out"]]], "expected copies [[0, 0, 'out']], got copies []"),
     ],
@@ -315,7 +322,7 @@ def test_a_damaged_line_in_the_middle_is_refused(tmp_path: Path) -> None:
         replay(path)
 
 
-@pytest.mark.parametrize("entry", [["dance", 1], [], {"a": 1}, 5, None, ["step", 0], ["add", 0, "x", 1, 0]])
+@pytest.mark.parametrize("entry", [["dance", 1], [], {"a": 1}, 5, None, ["step", 0], ["add", 0, "x", 1, 0, None]])
 def test_a_line_that_is_no_decision_is_refused(tmp_path: Path, entry: Any) -> None:
     path = tmp_path / "log"
     create_recording(path).log.close()
@@ -328,7 +335,7 @@ def test_a_line_that_is_no_decision_is_refused(tmp_path: Path, entry: Any) -> No
     ("change", "message"),
     [
         ({"format": "other"}, "no header of a decision log"),
-        ({"version": 2}, "version 2 but this Moesaic reads version 1"),
+        ({"version": 1}, "version 1 but this Moesaic reads version 2"),
         ({"num_pages": 3}, "the header has other settings"),
         ({"settings": {}}, "the header has other settings"),
     ],

@@ -7,6 +7,7 @@ as many as there is time for.
 import os
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, get_args
 
 import pytest
@@ -82,6 +83,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.flights: list[tuple[StepTransaction, list[int], list[Row], dict[int, int]]] = []
         self.copies: list[Any] = []
         self.preemptions: dict[str, int] = {}
+        self.prompts: dict[str, tuple[int, ...]] = {}
 
     # Requests
 
@@ -94,15 +96,30 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.add(f"r{self.reference.num_admitted()}", num_prompt, max_tokens, 0)
 
     @precondition(lambda self: self.reference.live())
+    @rule(pick=PICK, max_tokens=st.integers(0, 6), priority=st.integers(-2, 2))
+    def add_sibling(self, pick: int, max_tokens: int, priority: int) -> None:
+        leader = self.live(pick)
+        self.add(
+            f"r{self.reference.num_admitted()}",
+            self.reference.requests[leader].num_prompt,
+            max_tokens,
+            priority,
+            leader,
+        )
+
+    @precondition(lambda self: self.reference.live())
     @rule(pick=PICK)
     def add_twice(self, pick: int) -> None:
         self.add(self.live(pick), 1, 1, 0)
 
-    def add(self, name: str, num_prompt: int, max_tokens: int, priority: int) -> None:
+    def add(self, name: str, num_prompt: int, max_tokens: int, priority: int, leader: str | None = None) -> None:
         num_waiting = len(self.waiting())
         is_admitted = self.reference.admits(name, num_prompt, max_tokens, priority=priority, num_waiting=num_waiting)
         try:
-            self.scheduler.add(create_request(name, num_prompt, max_tokens, priority=priority))
+            request = create_request(name, num_prompt, max_tokens, priority=priority, sibling_of=leader)
+            prompt = request.prompt_token_ids if leader is None else self.prompts[leader]
+            self.scheduler.add(replace(request, prompt_token_ids=prompt))
+            self.prompts[name] = prompt
             assert is_admitted
         except (RequestTooLargeError, DuplicateRequestError, QueueFullError):
             assert not is_admitted
@@ -116,6 +133,17 @@ class SchedulerMachine(RuleBasedStateMachine):
     def resident(self) -> set[int]:
         holding = (SequenceStatus.PREFILL, SequenceStatus.DECODE)
         return {s.seq_id for s in self.scheduler.sequences if s.status in holding}
+
+    def resident_tokens(self) -> list[int]:
+        """Committed tokens of each who holds KV; those in shared blocks are of the first of their holders."""
+        kv, heads, tokens = self.scheduler.kv, set(), []
+        for seq in self.scheduler.sequences:
+            head = kv.shared_head(seq)
+            num_counted = len(head) * kv.block_size if head in heads else 0
+            heads.add(head)
+            if seq.status is not SequenceStatus.SWAPPED:
+                tokens.append(seq.committed_kv_tokens - num_counted)
+        return tokens
 
     def live(self, pick: int) -> str:
         names = self.reference.live()
@@ -181,7 +209,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             Row(number=r.seq_id, num_tokens=r.num_tokens, is_chunk=isinstance(r, PrefillChunk)) for r in tx.plan.rows
         ]
         self.reference.judge_plan(rows, decoding=decoding, part_way=part_way, num_free=num_free)
-        self.reference.judge_admissions(rows, waiting)
+        self.reference.judge_admissions(rows, [i for i in waiting if i not in scheduler.siblings])
         self.flights.append((tx, FakeRunner().run(tx.plan, tx.sequences), rows, part_way))
 
     @precondition(lambda self: self.flights)
@@ -253,8 +281,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             may_restart = seq.num_preemptions > self.preemptions.get(name, 0)
             self.reference.judge_progress(name, seq.committed_kv_tokens, may_restart=may_restart)
             self.preemptions[name] = seq.num_preemptions
-        resident = [s.committed_kv_tokens for s in scheduler.sequences if s.status is not SequenceStatus.SWAPPED]
-        self.reference.judge_blocks(scheduler.kv.pool.num_free, resident)
+        self.reference.judge_blocks(scheduler.kv.pool.num_free, self.resident_tokens())
 
     def teardown(self) -> None:
         """Nobody interferes any more: everything ends, and every block comes back."""
@@ -317,6 +344,8 @@ def random_command(machine: SchedulerMachine, rng: random.Random) -> None:
     if machine.reference.live():
         commands += [
             lambda: machine.add_twice(pick),
+            lambda: machine.add_sibling(pick, rng.randint(0, 6), rng.randint(-2, 2)),
+            lambda: machine.add_sibling(pick, rng.randint(0, 6), 0),
             lambda: machine.end(pick, rng.random() < 0.5),
             lambda: machine.set_aside(pick, rng.choice(["preempt", "swap out", "pause", "resume", "resume"])),
         ]

@@ -7,7 +7,7 @@ import queue
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self
@@ -265,7 +265,7 @@ class TextEngineClient:
 
     def _asking(self, ticket: int, begun: tuple[_Begin, ...]) -> AddRequests:
         self._asked.put(_Asked(ticket, begun))
-        return AddRequests(ticket, tuple(map(_new_request, begun)))
+        return AddRequests(ticket, tuple(_new_requests(begun)))
 
     def _check_stops(self, submissions: Iterable[Submission]) -> None:
         for submission in submissions:
@@ -460,12 +460,17 @@ class ThreadEngineClient(TextEngineClient):
             self._receive([EngineDied.of(cause)])
 
 
-def _new_request(one: _Begin) -> NewRequest:
-    submission = one.submission
-    return NewRequest(
-        request_id=one.request_id,
-        prompt_token_ids=submission.prompt_token_ids,
-        sampling_params=submission.sampling_params,
-        priority=submission.priority,
-        timeout_s=submission.timeout_s,
-    )
+def _new_requests(begun: Iterable[_Begin]) -> Iterator[NewRequest]:
+    """Yield what the engine is told; of equal prompts, as the choices of one are, only the first is sent."""
+    leaders: dict[tuple[int, ...], str] = {}
+    for one in begun:
+        submission = one.submission
+        leader = leaders.setdefault(submission.prompt_token_ids, one.request_id)
+        yield NewRequest(
+            request_id=one.request_id,
+            prompt_token_ids=submission.prompt_token_ids if leader == one.request_id else (),
+            sampling_params=submission.sampling_params,
+            priority=submission.priority,
+            timeout_s=submission.timeout_s,
+            sibling_of=None if leader == one.request_id else leader,
+        )

@@ -216,18 +216,53 @@ class EngineCore:
         if not isinstance(params, SamplingParams):
             raise RequestError(f"sampling params are {type(params).__name__}; pass SamplingParams(...)")
         prompt = self._checked_prompt(prompt_token_ids)
+        self._add(
+            Request(request_id=request_id, prompt_token_ids=prompt, sampling_params=params, priority=priority),
+            timeout_s,
+        )
+
+    def add_sibling(
+        self,
+        request_id: str,
+        sibling_of: str,
+        sampling_params: SamplingParams,
+        *,
+        priority: int = 0,
+        timeout_s: float | None = None,
+    ) -> None:
+        """Queue a request with the prompt of ``sibling_of``, whose KV it begins with once that is computed.
+
+        Raises: as ``add_request``; ``RequestError`` also if ``sibling_of`` is unknown or over.
+        """
+        self.check_alive()
+        leader = self.scheduler.get(sibling_of)
+        if leader is None:
+            raise RequestError(
+                f"request {sibling_of!r} is unknown or over, so its prompt cannot be shared; send the prompt again",
+                param="sibling_of",
+            )
+        request = Request(
+            request_id=request_id,
+            prompt_token_ids=leader.request.prompt_token_ids,
+            sampling_params=sampling_params,
+            priority=priority,
+            sibling_of=sibling_of,
+        )
+        self._add(request, timeout_s)
+
+    def _add(self, request: Request, timeout_s: float | None) -> None:
+        """Queue a request whose prompt is checked: all or nothing."""
+        params = request.sampling_params
         self.sampler.check_params(params)
-        self._check_priority(priority)
+        self._check_priority(request.priority)
         self._deadlines.check(timeout_s)
         wanted = params.structured_output
         matcher = None if wanted is None else self._grammars.compile(wanted)
-        self.scheduler.add(
-            Request(request_id=request_id, prompt_token_ids=prompt, sampling_params=params, priority=priority)
-        )
-        self._deadlines.add(request_id, timeout_s)
+        self.scheduler.add(request)
+        self._deadlines.add(request.request_id, timeout_s)
         if matcher is not None:
-            self._grammars.begin(request_id, matcher)
-        self._meters.begin(request_id)
+            self._grammars.begin(request.request_id, matcher)
+        self._meters.begin(request.request_id)
 
     def _check_priority(self, priority: Any) -> None:  # Any: a client's input
         if not isinstance(priority, int) or isinstance(priority, bool):
@@ -470,7 +505,7 @@ class EngineCore:
             by_status[seq.status.value] = by_status.get(seq.status.value, 0) + 1
         return {
             **asdict(scheduler.counts),
-            "num_waiting": len(scheduler.waiting),
+            "num_waiting": scheduler.num_waiting,
             "num_running": len(scheduler.running),
             "num_requests_by_status": by_status,
             "num_kv_blocks": pool.num_blocks,

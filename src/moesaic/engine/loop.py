@@ -15,13 +15,14 @@ from moesaic.request import SamplingParams, StepOutput
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewRequest:
-    """A request under the id that the client gave it."""
+    """A request under the id that its client gave it; a sibling has the prompt of ``sibling_of``, none of its own."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     sampling_params: SamplingParams
     priority: int = 0
     timeout_s: float | None = None
+    sibling_of: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,19 +188,20 @@ class EngineLoop:
     def _add(self, command: AddRequests) -> None:
         try:
             for new in command.requests:
-                self._core.add_request(
-                    new.request_id,
-                    new.prompt_token_ids,
-                    new.sampling_params,
-                    priority=new.priority,
-                    timeout_s=new.timeout_s,
-                )
+                self._add_one(new)
         except RequestError as error:
             for new in command.requests:
                 self._core.abort_request(new.request_id)
             self._events.append(Refusal(command.ticket, error))
         else:
             self._events.append(Answer(command.ticket))
+
+    def _add_one(self, new: NewRequest) -> None:
+        core, params, priority, timeout_s = self._core, new.sampling_params, new.priority, new.timeout_s
+        if new.sibling_of is None:
+            core.add_request(new.request_id, new.prompt_token_ids, params, priority=priority, timeout_s=timeout_s)
+        else:
+            core.add_sibling(new.request_id, new.sibling_of, params, priority=priority, timeout_s=timeout_s)
 
     def _stop(self) -> None:
         for sequence in self._core.scheduler.sequences:

@@ -84,7 +84,7 @@ class StepLog:
                 largest_itl_s=self._largest_itl_s(tx, scheduler, end_s),
                 kv_blocks_used=pool.num_blocks - pool.num_free,
                 num_running=len(scheduler.running),
-                num_waiting=len(scheduler.waiting),
+                num_waiting=scheduler.num_waiting,
             )
         )
 
@@ -106,7 +106,7 @@ class StepLog:
         return {
             "latest": scheduler.counts.num_steps,
             "num_running": len(scheduler.running),
-            "num_waiting": len(scheduler.waiting),
+            "num_waiting": scheduler.num_waiting,
             "kv_blocks_total": pool.num_blocks,
             "kv_blocks_used": pool.num_blocks - pool.num_free,
             "steps": [asdict(record) for record in self._records if number is not None and record.number > number],

@@ -1,5 +1,6 @@
 """The free list, reference counts and fences of KV blocks. No torch, no sequences."""
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NewType
 
@@ -87,6 +88,9 @@ class BlockPool:
         """Return how many blocks ``lift(fence_id)`` would free."""
         return len(self._fenced.get(fence_id, ()))
 
+    def num_references(self, block: BlockId) -> int:
+        return self._references[block]
+
     def is_shared(self, block: BlockId) -> bool:
         return self._references[block] > 1
 
@@ -111,6 +115,6 @@ class BlockPool:
 
     def _owned(self, blocks: Iterable[BlockId]) -> Sequence[BlockId]:
         blocks = list(blocks)
-        if any(self._references[b] <= 0 for b in blocks) or len(set(blocks)) != len(blocks):
-            raise InvariantError(f"KV blocks {blocks} are not all owned once by the caller")
+        if any(self._references[b] < n for b, n in Counter(blocks).items()):
+            raise InvariantError(f"KV blocks {blocks} are not all the caller's as often as given")
         return blocks

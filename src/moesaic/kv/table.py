@@ -1,7 +1,9 @@
 """Block tables of all sequences over one pool, with leases that can be given back. No torch."""
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -129,6 +131,27 @@ class PagedKVCache:
         self.pool.release([b for seq_id in held for b in self._tables[seq_id].blocks])
         for seq_id in held:
             del self._tables[seq_id]
+
+    def fork_sequence(self, donor: Sequence, seq: Sequence, num_blocks: int) -> None:
+        """Lease to ``seq``, which has none, the first blocks of ``donor``: full ones, which nobody writes any more.
+
+        Raises: ``InvariantError`` if ``donor`` has fewer or ``seq`` has some.
+        """
+        blocks = self.block_ids(donor)[:num_blocks]
+        if len(blocks) != num_blocks or seq.seq_id in self._tables:
+            raise InvariantError(f"sequence {seq.seq_id} cannot begin with {num_blocks} blocks of {donor.seq_id}")
+        self.pool.share(blocks)
+        self._tables[seq.seq_id] = BlockTable(list(blocks))
+
+    def shared_head(self, seq: Sequence | SeqId) -> tuple[BlockId, ...]:
+        """Return the leading blocks of ``seq`` that others hold too; only a fork makes any."""
+        table = self._tables.get(seq.seq_id if isinstance(seq, Sequence) else seq)
+        return () if table is None else tuple(takewhile(self.pool.is_shared, table.blocks))
+
+    def num_freed_by(self, sequences: Iterable[Sequence]) -> int:
+        """Return how many blocks ``free_sequences`` would free: those that nobody else holds."""
+        held = Counter(b for seq in sequences for b in self.block_ids(seq))
+        return sum(self.pool.num_references(b) == n for b, n in held.items())
 
     def fence_sequence(self, seq: Sequence, fence_id: int) -> None:
         """Give up all blocks of ``seq``, which a step in flight may still write, until the fence is lifted."""

@@ -42,12 +42,12 @@ class ChunkedPrefill:
         self.short_prompt_tokens = chunk_size
         self._chunk_size = chunk_size
         self.starvation_threshold_steps = starvation_threshold_steps
-        self._max_lanes = max_partial_prefills
+        self.max_lanes = max_partial_prefills
 
     def propose(self, view: StepView) -> Proposal:
         """Return all decode rows whose next token fits, and chunks for the rest of the step."""
         grants = grant_blocks(view)
-        step = _Step.of(view, grants, self._chunk_size, self._max_lanes)
+        step = _Step.of(view, grants, self._chunk_size, self.max_lanes)
         order, num_forced = self._turns(view, step)
         shares = self._serve_shares(view, step, order)
         step.extend_lanes(order)

@@ -19,6 +19,8 @@ class SchedulerCounts:
     """Committed tokens that preemption threw away."""
     num_prompt_tokens: int = 0
     """Prompt tokens computed, recomputed ones included."""
+    num_shared_tokens: int = 0
+    """Prompt tokens not computed because another choice of the prompt had their KV."""
     num_generation_tokens: int = 0
 
     def after_step(self, plan: StepPlan, *, num_forced_prefills: int, num_new_tokens: int) -> "SchedulerCounts":
@@ -32,6 +34,10 @@ class SchedulerCounts:
             num_prompt_tokens=self.num_prompt_tokens + sum(c.num_tokens for c in plan.chunks),
             num_generation_tokens=self.num_generation_tokens + num_new_tokens,
         )
+
+    def after_forks(self, num_tokens: int) -> "SchedulerCounts":
+        """Return the counts after siblings began with the KV of ``num_tokens`` prompt tokens of others."""
+        return replace(self, num_shared_tokens=self.num_shared_tokens + num_tokens)
 
     def after_rollback(self) -> "SchedulerCounts":
         """Return the counts after a step that failed."""

@@ -20,7 +20,7 @@ from moesaic.sequence import SeqId, Sequence
 logger = logging.getLogger(__name__)
 
 FORMAT = "moesaic decisions"
-VERSION = 1
+VERSION = 2
 _BUFFER_BYTES = 1 << 16
 _SETTINGS = (
     "enable_chunked_prefill",
@@ -103,9 +103,9 @@ class DecisionLog:
         """False once the log is closed or a write has failed."""
         return self._file is not None
 
-    def add(self, seq: Sequence) -> None:
-        """Write that a request was taken."""
-        self._write("add", seq.seq_id, seq.num_prompt_tokens, seq.max_tokens, seq.request.priority)
+    def add(self, seq: Sequence, leader_id: SeqId | None) -> None:
+        """Write that a request was taken, and whose sibling it is."""
+        self._write("add", seq.seq_id, seq.num_prompt_tokens, seq.max_tokens, seq.request.priority, leader_id)
 
     def command(self, verb: str, seq_id: SeqId) -> None:
         """Write a command about one request that took effect."""

@@ -81,6 +81,8 @@ class PrefillPolicy(Protocol):
     """Prompts up to this length can also be walked apart, in ``Waiting.short``."""
     may_run_alone: bool
     """A prompt may have a step of its own: longer than ``max_tokens``, or without the decode rows."""
+    max_lanes: int
+    """So many prompts may be part-way whatever the tokens of a step; more only if one step finishes them."""
     bounds_waits: bool
     """Nobody who could run is passed over for more than ``starvation_threshold_steps`` steps."""
 

@@ -1,8 +1,10 @@
 """Whom to preempt when blocks run out: a pure choice."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
+from moesaic.kv.pool import BlockId
 from moesaic.sequence import Rank, SeqId
 
 
@@ -13,10 +15,13 @@ class Holder(NamedTuple):
     needs_block: bool
     """Its next token opens a new block."""
     num_blocks: int
+    """Blocks that only it holds."""
     recompute_tokens: int
     """Tokens to compute again if it is the victim."""
     is_movable: bool
     """Not part of a step in flight."""
+    shared_head: tuple[BlockId, ...] = ()
+    """Blocks that others hold too, the same for all who share them; free once the last of them is gone."""
 
 
 VictimOrder = Callable[[Holder], tuple[int, Rank]]
@@ -42,13 +47,14 @@ def choose_victims(
     progresses, and two partial prefills cannot hold blocks against each other.
     """
     alive = {h.rank: h for h in sorted(holders)}
+    sharers = Counter(h.shared_head for h in alive.values() if h.shared_head)
     victims: list[SeqId] = []
     for rank in list(alive):
         holder = alive.get(rank)
         if holder is None or not holder.needs_block:
             continue
         younger = sorted(
-            (h for h in alive.values() if h.rank > rank and h.is_movable and h.num_blocks),
+            (h for h in alive.values() if h.rank > rank and h.is_movable and (h.num_blocks or h.shared_head)),
             key=order,
         )
         while num_free_blocks < 1 and younger:
@@ -56,5 +62,8 @@ def choose_victims(
             del alive[victim.rank]
             victims.append(victim.rank.seq_id)
             num_free_blocks += victim.num_blocks
+            if victim.shared_head:
+                sharers[victim.shared_head] -= 1
+                num_free_blocks += 0 if sharers[victim.shared_head] else len(victim.shared_head)
         num_free_blocks = max(0, num_free_blocks - 1)
     return tuple(victims)

@@ -27,7 +27,8 @@ class RecordingScheduler(Scheduler):
 
     def add(self, request: Request) -> Sequence:
         seq = super().add(request)
-        self.log.add(seq)
+        leader = self._leader_of(seq)
+        self.log.add(seq, None if leader is None else leader.seq_id)
         return seq
 
     def abort(self, request_id: str) -> bool:

@@ -102,8 +102,8 @@ class _Player:
         """Do what ``entry`` says; return what it says came of it, and what came of it."""
         scheduler = self._scheduler
         match entry:
-            case ["add", seq_id, num_prompt_tokens, max_tokens, priority]:
-                seq = scheduler.add(_request(seq_id, num_prompt_tokens, max_tokens, priority))
+            case ["add", seq_id, num_prompt_tokens, max_tokens, priority, leader_id]:
+                seq = scheduler.add(_request(seq_id, num_prompt_tokens, max_tokens, priority, leader_id))
                 return f"sequence {seq_id}", f"sequence {seq.seq_id}"
             case ["abort" | "preempt" | "pause" | "resume" as verb, seq_id]:
                 return f"{verb} {seq_id}: True", f"{verb} {seq_id}: {getattr(scheduler, verb)(str(seq_id))}"
@@ -163,13 +163,14 @@ class _Player:
         return None, None
 
 
-def _request(seq_id: int, num_prompt_tokens: int, max_tokens: int, priority: int) -> Request:
+def _request(seq_id: int, num_prompt_tokens: int, max_tokens: int, priority: int, leader_id: int | None) -> Request:
     params = SamplingParams(max_tokens=max_tokens, stop_token_ids=(_STOP,))
     return Request(
         request_id=str(seq_id),
         prompt_token_ids=(_TOKEN,) * num_prompt_tokens,
         sampling_params=params,
         priority=priority,
+        sibling_of=None if leader_id is None else str(leader_id),
     )
 
 

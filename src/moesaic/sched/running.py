@@ -76,6 +76,10 @@ class RunningSet:
         if seq.status is SequenceStatus.DECODE:
             self.decoding[seq.seq_id] = seq
 
+    def begin(self, seq: Sequence) -> None:
+        """Take in a sequence that begins behind KV of another: it is part-way."""
+        self._place(seq)
+
     def enter(self, seq: Sequence) -> None:
         """Take in a sequence whose KV came back: it goes on in the phase that its counts say."""
         seq.move_to(SequenceStatus.PREFILL if seq.num_prefill_tokens_left else SequenceStatus.DECODE)

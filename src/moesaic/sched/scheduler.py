@@ -19,6 +19,7 @@ from moesaic.sched.policy import LaneView, PrefillPolicy, StepView
 from moesaic.sched.preempt import Holder, VictimOrder, cheapest_last, choose_victims
 from moesaic.sched.queues import WaitingQueue
 from moesaic.sched.running import RunningSet
+from moesaic.sched.siblings import Fork, ForkRoom, SiblingGroups, num_head_blocks, plan_forks
 from moesaic.sched.swap import SwapLedger, SwapTransfer
 from moesaic.sched.swapper import Swapper
 from moesaic.sched.transaction import StepTransaction
@@ -64,6 +65,7 @@ class Scheduler:
         self.counts = SchedulerCounts()
         self.running = RunningSet()
         self.waiting = WaitingQueue(policy.short_prompt_tokens)
+        self.siblings = SiblingGroups()
         self.paused: dict[SeqId, Sequence] = {}
         self.swap = SwapLedger(num_swap_blocks)
         self._swapper = Swapper(self.swap, kv, self.running)
@@ -79,6 +81,7 @@ class Scheduler:
         self._events: list[StepOutput] = []
         self._next_seq_id = 0
         self._next_step_id = 0
+        self._last_step_limit = max_tokens_per_step
         self._rolled_back_steps: deque[int] = deque(maxlen=REMEMBERED_STEPS)
 
     # Requests
@@ -86,6 +89,7 @@ class Scheduler:
     def add(self, request: Request) -> Sequence:
         """Queue a request and return its sequence.
 
+        One whose ``sibling_of`` is unfinished is held back until that one's prompt is computed, and begins with its KV.
         Raises: ``DuplicateRequestError``; ``RequestTooLargeError`` if the context or the pool can never hold it;
         ``QueueFullError`` if too many wait already.
         """
@@ -94,9 +98,9 @@ class Scheduler:
                 f"request id {request.request_id!r} is in use by an unfinished request; choose another",
                 param="request_id",
             )
-        if self._max_waiting is not None and len(self.waiting) >= self._max_waiting:
+        if self._max_waiting is not None and self.num_waiting >= self._max_waiting:
             raise QueueFullError(
-                f"{len(self.waiting)} requests wait, the most that may (max_waiting_requests); try again later"
+                f"{self.num_waiting} requests wait, the most that may (max_waiting_requests); try again later"
             )
         num_prompt = len(request.prompt_token_ids)
         max_tokens = resolve_max_tokens(num_prompt, request.sampling_params.max_tokens, self.max_model_len)
@@ -109,8 +113,26 @@ class Scheduler:
         seq = Sequence(seq_id, request, max_tokens=max_tokens, eos_token_ids=self._eos_token_ids, seed=seed, rank=rank)
         self._next_seq_id += 1
         self._sequences[request.request_id] = seq
-        self.waiting.push(seq)
+        leader = self._leader_of(seq)
+        if leader is None:
+            self.waiting.push(seq)
+        else:
+            self.siblings.hold(seq, leader)
         return seq
+
+    def _leader_of(self, seq: Sequence) -> Sequence | None:
+        """Return the sequence whose prompt ``seq`` can share; scores of the prompt need all of it computed."""
+        request = seq.request
+        leader = None if request.sibling_of is None else self._sequences.get(request.sibling_of)
+        if leader is None or leader.seq_id in self.paused or request.sampling_params.prompt_logprobs is not None:
+            return None
+        is_same = leader.request.prompt_token_ids == request.prompt_token_ids
+        return leader if is_same and num_head_blocks(seq, self.kv.block_size) else None
+
+    @property
+    def num_waiting(self) -> int:
+        """How many requests wait to begin, those held back for a sibling included."""
+        return len(self.waiting) + len(self.siblings)
 
     def abort(self, request_id: str) -> bool:
         """End a request now; return False if it is unknown or already over.
@@ -129,6 +151,7 @@ class Scheduler:
         if seq is None:
             return False
         self._evict(seq)
+        self._leave_siblings(seq)
         seq.move_to(status)
         self._events.append(event)
         return True
@@ -167,6 +190,7 @@ class Scheduler:
         if seq.committed_kv_tokens:
             self._count_lost(seq)
         self._evict(seq)
+        self._leave_siblings(seq)
         if seq.status is not SequenceStatus.WAITING:
             seq.restart()
         self.paused[seq.seq_id] = seq
@@ -193,6 +217,12 @@ class Scheduler:
         if step_id is not None:
             self.kv.fence_sequence(seq, step_id)
         self.kv.free_sequences([seq])
+
+    def _leave_siblings(self, seq: Sequence) -> None:
+        """Forget ``seq`` among its siblings; if nobody else computes their prompt, the first of them will."""
+        heir = self.siblings.leave(seq)
+        if heir is not None:
+            self.waiting.push(heir)
 
     def _count_lost(self, seq: Sequence) -> None:
         self.counts = self.counts.after_preemption(num_victims=1, num_lost_tokens=seq.committed_kv_tokens)
@@ -224,6 +254,7 @@ class Scheduler:
         Sequences in flight are left out. The plan is empty if nothing can run.
         """
         view = self.view()
+        self._last_step_limit = view.max_tokens
         proposal = self.policy.propose(view)
         decoding = self.running.decoding
         sequences = {i: decoding[i] for i, _ in proposal.decode_rows}
@@ -382,6 +413,7 @@ class Scheduler:
             return self._commit_advanced(tx, self._advance, samples)
         undo = self._undo_point(tx)
         restarted: list[tuple[Sequence, SequenceMark]] = []
+        forks: list[Fork] = []
         try:
             outputs, finished = self._move(tx, samples)
             swapped, lost = self._victims(tx, finished)
@@ -389,10 +421,14 @@ class Scheduler:
                 restarted.append((seq, seq.mark()))
                 self.running.discard(seq)
                 seq.restart()
+            if not swapped and not lost:
+                self._fork(finished, forks)
             self.kv.free_sequences([*finished, *lost])
         except BaseException:
+            self._undo_forks(forks)
             self._undo(tx, undo, restarted)
             raise
+        self._settle_forks(forks)
         self._settle(tx, finished, swapped, lost)
         self._count(tx, outputs, len(swapped) + len(lost), sum(mark[1] for _, mark in restarted))
         if self._has_checks:
@@ -437,23 +473,25 @@ class Scheduler:
         num_free = self.kv.pool.num_free
         if len(self.running) <= num_free:
             return [], []
-        num_free += sum(self.kv.num_blocks(s.seq_id) for s in finished) + self.kv.pool.num_behind(tx.step_id)
+        num_free += self.kv.num_freed_by(finished) + self.kv.pool.num_behind(tx.step_id)
         running = self.running.all()
         needy = {s.seq_id for s in running if self._is_full(s.seq_id, s.committed_kv_tokens)}
         if len(needy) <= num_free:
             return [], []
-        holders = [
-            Holder(
-                rank=s.rank,
-                needs_block=s.seq_id in needy,
-                num_blocks=self.kv.num_blocks(s.seq_id),
-                recompute_tokens=s.committed_kv_tokens,
-                is_movable=self.in_flight.get(s.seq_id, tx.step_id) == tx.step_id,
-            )
-            for s in running
-        ]
+        holders = [self._holder(s, s.seq_id in needy, tx.step_id) for s in running]
         by_id = {s.seq_id: s for s in running}
         return self._swapper.split([by_id[i] for i in choose_victims(holders, num_free, self._victim_order)])
+
+    def _holder(self, seq: Sequence, needs_block: bool, step_id: int) -> Holder:
+        shared_head = self.kv.shared_head(seq)
+        return Holder(
+            rank=seq.rank,
+            needs_block=needs_block,
+            num_blocks=self.kv.num_blocks(seq.seq_id) - len(shared_head),
+            recompute_tokens=seq.committed_kv_tokens,
+            is_movable=self.in_flight.get(seq.seq_id, step_id) == step_id,
+            shared_head=shared_head,
+        )
 
     def _undo(self, tx: StepTransaction, undo: UndoPoint, restarted: list[tuple[Sequence, SequenceMark]]) -> None:
         for seq, mark in restarted:
@@ -474,6 +512,7 @@ class Scheduler:
         self._land(tx)
         for seq in finished:
             del self._sequences[seq.request.request_id]
+            self._leave_siblings(seq)
         for seq in lost:
             self.waiting.push(seq)
         for seq in swapped:
@@ -485,6 +524,51 @@ class Scheduler:
             num_forced_prefills=tx.proposal.num_forced_prefills,
             num_new_tokens=sum(len(o.new_token_ids) for o in outputs),
         ).after_preemption(num_victims=num_victims, num_lost_tokens=num_lost_tokens)
+
+    # Siblings
+
+    def _fork(self, finished: list[Sequence], forks: list[Fork]) -> None:
+        """Let held siblings begin with the KV of a donor's prompt, while there is room; add each to ``forks``.
+
+        It happens in commits alone, before the donors that ``finished`` give their blocks back. No block is taken.
+        """
+        if not self.siblings:
+            return
+        for fork in plan_forks(self.siblings, self._fork_room(finished), self._has_head):
+            forks.append(fork)
+            self.kv.fork_sequence(fork.donor, fork.sibling, fork.num_blocks)
+            self.kv.commit_sequence_reservation(fork.sibling)
+            fork.sibling.advance_prefill(fork.num_blocks * self.kv.block_size)
+            self.running.begin(fork.sibling)
+
+    def _fork_room(self, finished: list[Sequence]) -> ForkRoom:
+        first, num_lanes = next(iter(self.waiting), None), len(self.running.lanes)
+        return ForkRoom(
+            num_rows=self.max_batch_size - self._num_admitted() + len(finished),
+            num_lanes=self.policy.max_lanes - num_lanes,
+            num_tokens=self._last_step_limit - len(self.running.decoding) - num_lanes - 1,
+            num_blocks=self.kv.pool.num_free - max(self._headroom(), self._num_claimed_blocks()),
+            block_size=self.kv.block_size,
+            first_waiting=None if first is None else first.rank,
+        )
+
+    def _has_head(self, seq: Sequence, num_blocks: int) -> bool:
+        """Return whether so many blocks of ``seq`` hold KV that is committed, here and not in host memory."""
+        is_committed = seq.committed_kv_tokens >= num_blocks * self.kv.block_size
+        return is_committed and seq.seq_id not in self.swap.states
+
+    def _undo_forks(self, forks: list[Fork]) -> None:
+        for fork in forks:
+            self.kv.reopen_sequence_reservation(fork.sibling, 0)
+            self.kv.rollback_sequence_reservation(fork.sibling)
+            fork.sibling.unfork()
+
+    def _settle_forks(self, forks: list[Fork]) -> None:
+        for fork in forks:
+            self.siblings.fork(fork.sibling)
+        if forks:
+            num_tokens = sum(fork.num_blocks for fork in forks) * self.kv.block_size
+            self.counts = self.counts.after_forks(num_tokens)
 
     # Ahead of the tokens
 
@@ -561,6 +645,9 @@ class Scheduler:
             if output.finish_reason is not None:
                 finished.append(seq)
         self._advance = None
+        forks: list[Fork] = []
+        self._fork(finished, forks)
+        self._settle_forks(forks)
         for seq in finished:
             self._retire(seq, tx)
         self._settle(tx, finished, [], [])
@@ -625,6 +712,7 @@ class Scheduler:
             running.rotation,
             running.num_decode_gap_steps,
             [s.seq_id for s in self.waiting],
+            self.siblings.fingerprint(),
             list(self.paused),
             self.swap.fingerprint(),
             dict(self.in_flight),
@@ -647,6 +735,7 @@ class Scheduler:
                 raise InvariantError(f"sequence {seq.seq_id} committed {seq.committed_kv_tokens} of {reserved} tokens")
             places = (
                 (seq.seq_id in self.waiting)
+                + (seq.seq_id in self.siblings)
                 + (seq.seq_id in self.paused)
                 + (seq.seq_id in self.swap.states)
                 + (self.running.get(seq.seq_id) is not None)

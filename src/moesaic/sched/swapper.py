@@ -16,15 +16,18 @@ class Swapper:
         self._running = running
 
     def has_room_for(self, seq: Sequence) -> bool:
-        """Return whether the host pool can take the blocks of ``seq`` now."""
-        return self._kv.num_blocks(seq) <= self._ledger.num_free_blocks
+        """Return whether the host pool can take the blocks of ``seq`` now.
+
+        Not if it shares some: a block that its other holder frees must not be written while it is copied.
+        """
+        return self._kv.num_blocks(seq) <= self._ledger.num_free_blocks and not self._kv.shared_head(seq)
 
     def split(self, victims: list[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
-        """Return who fits the host pool, in the order given, and who does not."""
+        """Return who fits the host pool, in the order given, and who does not or shares blocks."""
         room, swapped, lost = self._ledger.num_free_blocks, [], []
         for seq in victims:
             num_blocks = self._kv.num_blocks(seq)
-            if num_blocks <= room:
+            if num_blocks <= room and not self._kv.shared_head(seq):
                 room -= num_blocks
                 swapped.append(seq)
             else:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from moesaic.kv.geometry import blocks_for_tokens
 from moesaic.sched.plan import PrefillChunk
-from moesaic.sched.policy import PrefillCandidate, Proposal, StepView, grant_blocks
+from moesaic.sched.policy import LaneView, PrefillCandidate, Proposal, StepView, grant_blocks
 from moesaic.sched.queues import ARRIVALS, Service
 
 
@@ -15,11 +15,13 @@ class WholePrefill:
     alone if it is longer than a step), at most every other step while something decodes. So it never blocks the
     queue behind it, and it stalls the running streams for one step: what chunked prefill is there to avoid.
     When the oldest lacks KV blocks, younger prompts may pass it for ``starvation_threshold_steps`` steps.
+    Only prompts that share their head with another are ever part-way: their last tokens go before all arrivals.
     """
 
     name = "whole"
     short_prompt_tokens = 0
     may_run_alone = True
+    max_lanes = 1
     bounds_waits = False
 
     def __init__(self, *, starvation_threshold_steps: int) -> None:
@@ -29,18 +31,36 @@ class WholePrefill:
         """Return the decode rows and as many whole prompts as fit, or a step for one long prompt."""
         grants = grant_blocks(view)
         admission = _Admission(view, grants.num_free_blocks)
-        is_own_step = self._needs_own_step(view, admission)
+        lanes = [lane for lane in view.lanes if lane.seq_id in grants.lanes]
+        is_own_step = self._needs_own_step(view, admission, lanes)
         decode_rows = () if is_own_step else grants.decode_rows
-        chunks = tuple(self._admit(view, admission, view.max_tokens - len(decode_rows)))
+        budget = view.max_tokens - len(decode_rows)
+        tails = self._finish(lanes, budget, is_own_step=budget == view.max_tokens)
+        budget -= sum(c.num_tokens for c in tails)
+        chunks = (*tails, *self._admit(view, admission, budget))
         return Proposal(decode_rows=decode_rows, chunks=chunks, services=self._services(view, chunks))
 
     @staticmethod
-    def _needs_own_step(view: StepView, admission: "_Admission") -> bool:
-        head = next(iter(view.waiting), None)
-        if head is None or not view.decode_rows or view.num_decode_gap_steps:
+    def _needs_own_step(view: StepView, admission: "_Admission", lanes: list[LaneView]) -> bool:
+        if not view.decode_rows or view.num_decode_gap_steps:
             return False
-        fits_beside_decode = head.num_prefill_tokens_left <= view.max_tokens - len(view.decode_rows)
-        return not fits_beside_decode and admission.has_room_for(head)
+        budget = view.max_tokens - len(view.decode_rows)
+        if lanes:
+            return lanes[0].num_left > budget
+        head = next(iter(view.waiting), None)
+        return head is not None and head.num_prefill_tokens_left > budget and admission.has_room_for(head)
+
+    @staticmethod
+    def _finish(lanes: list[LaneView], budget: int, *, is_own_step: bool) -> list[PrefillChunk]:
+        """Return the last chunks of the lanes that fit, or of one alone."""
+        chunks: list[PrefillChunk] = []
+        for lane in lanes:
+            if lane.num_left <= budget or (is_own_step and not chunks):
+                budget -= lane.num_left
+                chunks.append(
+                    PrefillChunk(seq_id=lane.seq_id, start=lane.start, num_tokens=lane.num_left, is_terminal=True)
+                )
+        return chunks
 
     def _admit(self, view: StepView, admission: "_Admission", budget: int) -> Iterator[PrefillChunk]:
         may_pass = view.rotation.wait_steps.get(ARRIVALS, 0) < self.starvation_threshold_steps

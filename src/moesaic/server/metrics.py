@@ -126,6 +126,7 @@ METRICS: tuple[MetricSpec, ...] = (
     _counter("prefill_chunks", "Chunks computed.", "num_prefill_chunks"),
     _counter("forced_prefills", "Chunks that went first because they had waited long.", "num_forced_prefills"),
     _counter("recomputed_tokens", "Committed tokens that preemption threw away.", "num_recomputed_tokens"),
+    _counter("shared_tokens", "Prompt tokens whose KV another choice had computed.", "num_shared_tokens"),
     _counter("swap_copied_bytes", "Bytes copied to and from host memory for preemption.", "swap_copied_bytes"),
     _counter(
         "blocked_steps",

@@ -32,6 +32,8 @@ class Model:
 
     requests: tuple[tuple[int, int], ...] = ((3, 2), (2, 2), (4, 1))
     """Prompt tokens and ``max_tokens`` of each."""
+    siblings: tuple[int, ...] = ()
+    """Requests that share the prompt of the first."""
     chunked: bool = True
     num_blocks: int = 4
     block_size: int = 1
@@ -134,7 +136,7 @@ class _Search:
 
 
 class _Flight(NamedTuple):
-    """A step in flight: its tokens are sampled, and its blocks may be written until it is over."""
+    """A step in flight: its tokens are sampled, and the blocks of its tokens may be written until it is over."""
 
     tx: StepTransaction
     token_ids: list[int]
@@ -208,7 +210,8 @@ class World:
         match verb:
             case "add":
                 self.received.append(0)
-                self.scheduler.add(create_request(f"r{index}", *self.model.requests[index]))
+                leader = "r0" if index in self.model.siblings else None
+                self.scheduler.add(create_request(f"r{index}", *self.model.requests[index], sibling_of=leader))
             case "begin":
                 self._begin()
             case "commit":
@@ -259,7 +262,8 @@ class World:
         self.scheduler.step().rollback()
         assert self.scheduler.fingerprint() == before, "a step that fails leaves a trace"
         tx = self.scheduler.step()
-        blocks = {i: self.scheduler.kv.block_ids(s) for i, s in tx.sequences.items()}
+        first = {row.seq_id: row.start // self.model.block_size for row in tx.plan.rows}
+        blocks = {i: self.scheduler.kv.block_ids(s)[first[i] :] for i, s in tx.sequences.items()}
         flight = _Flight(tx, FakeRunner().run(tx.plan, tx.sequences), blocks)
         if tx.plan.num_rows:
             self.flights.append(flight)
@@ -387,6 +391,7 @@ class World:
             sorted(running.rotation.deficits.items()),
             min(running.num_decode_gap_steps, 1),
             [s.seq_id for s in scheduler.waiting],
+            scheduler.siblings.fingerprint(),
             sorted(scheduler.paused),
             sorted((i, state, scheduler.swap.sizes[i], current[i]) for i, state in scheduler.swap.states.items()),
             [(c.seq_id, c.direction, len(c.block_ids)) for c in copies],
@@ -400,7 +405,8 @@ class World:
     def _sequence_key(self, seq: Sequence) -> tuple[object, ...]:
         status, *counts, num_preemptions = seq.mark()
         blocks, num_kept = _kv_state(self)[1].get(seq.seq_id, ((), 0))
-        return seq.seq_id, status.value, counts, num_preemptions > 0, len(blocks), num_kept
+        num_shared = len(self.scheduler.kv.shared_head(seq))
+        return seq.seq_id, status.value, counts, num_preemptions > 0, len(blocks), num_kept, num_shared
 
     def _leases(self, flight: _Flight) -> list[tuple[SeqId, int]]:
         return [(seq.seq_id, num_blocks) for seq, num_blocks in flight.tx._leases]

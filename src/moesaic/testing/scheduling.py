@@ -26,12 +26,24 @@ class ManualClock:
 
 
 def create_request(
-    request_id: str = "r0", num_prompt_tokens: int = 4, max_tokens: int = 4, *, priority: int = 0, **params: object
+    request_id: str = "r0",
+    num_prompt_tokens: int = 4,
+    max_tokens: int = 4,
+    *,
+    priority: int = 0,
+    sibling_of: str | None = None,
+    **params: object,
 ) -> Request:
-    """Return a greedy request with a distinct prompt of ``num_prompt_tokens`` token ids."""
+    """Return a greedy request with a prompt of ``num_prompt_tokens`` token ids, the same for ids of one length."""
     sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, **params)  # type: ignore[arg-type]  # test input
     tokens = tuple((7 * i + len(request_id)) % 50 for i in range(num_prompt_tokens))
-    return Request(request_id=request_id, prompt_token_ids=tokens, sampling_params=sampling, priority=priority)
+    return Request(
+        request_id=request_id,
+        prompt_token_ids=tokens,
+        sampling_params=sampling,
+        priority=priority,
+        sibling_of=sibling_of,
+    )
 
 
 def create_scheduler(
