@@ -31,7 +31,7 @@ LAYERS: tuple[tuple[str, bool, str], ...] = (
         "kernels.reference kernels.few_rows kernels.tiles kernels.launch kernels.norm kernels.rope kernels.routing "
         "kernels.experts kernels.gather kernels.select "
         "attention.base attention.reference attention.gathered attention.flashinfer attention.select "
-        "experts.base experts.resident experts.offloaded experts.transfer "
+        "experts.base experts.traced experts.resident experts.offloaded experts.transfer "
         "experts.tuning experts.triton experts.select",
     ),
     (
@@ -52,8 +52,9 @@ LAYERS: tuple[tuple[str, bool, str], ...] = (
         True,
         "engine.memory engine.model_plan "
         "engine.deadlines engine.core engine.llm engine.client engine.wire engine.process engine.detokenizer "
-        "engine.outputs engine.prompt_logprobs engine.loop engine.chunk_budget engine.supervisor engine.meters "
-        "engine.stages engine.launched engine.step_time engine.stall_bound engine.step_log engine.garbage",
+        "engine.outputs engine.prompt_logprobs engine.routing engine.loop engine.chunk_budget engine.supervisor "
+        "engine.meters engine.stages engine.launched engine.step_time engine.stall_bound engine.step_log "
+        "engine.garbage",
     ),
     (
         "edges",
@@ -63,7 +64,7 @@ LAYERS: tuple[tuple[str, bool, str], ...] = (
         "server.structured server.protocol server.errors server.replies server.logprobs server.vocabulary "
         "server.generation server.chat server.completions server.served_model server.app server.main server.sse "
         "server.auth server.connection server.drain server.tokenization server.labels server.limits server.metrics "
-        "server.observed server.request_log server.watch server.page "
+        "server.observed server.routing server.request_log server.watch server.page "
         "bench.workload bench.client bench.paired bench.report bench.progress bench.timeline bench.peer bench.offline "
         "bench.stall bench.planner bench.pressure bench.run bench.load "
         "bench.paused bench.paced bench.paced_server bench.overhead "

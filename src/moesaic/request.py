@@ -5,6 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from moesaic.errors import RequestError
 from moesaic.structured import StructuredOutput
 
@@ -12,6 +15,7 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 MAX_LOGPROBS = 50
 """Largest ``logprobs`` a request may ask for; bounds the work and the reply per token."""
+_SWITCHES = ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "routed_experts", "prompt_progress")
 _INT64 = range(-(2**63), 2**63)
 
 
@@ -64,6 +68,8 @@ class SamplingParams:
     """Special tokens that stay in the text all the same; tool calls begin with such tokens in some models."""
     structured_output: StructuredOutput | None = None
     """A grammar that the output must match; not with ``min_tokens`` or ``ignore_eos``, since it says where to end."""
+    routed_experts: bool = False
+    """Report which experts each computed token was routed to."""
     prompt_progress: bool = False
     """Tell after each part of the prompt but the last how much of it is computed."""
 
@@ -119,9 +125,14 @@ class SamplingParams:
         _check_float("repetition_penalty", self.repetition_penalty, low=0.0, open_low=True)
         _check_float("presence_penalty", self.presence_penalty, low=-2.0, high=2.0)
         _check_float("frequency_penalty", self.frequency_penalty, low=-2.0, high=2.0)
-        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "prompt_progress"):
+        for name in _SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} is {getattr(self, name)!r}; it must be true or false", param=name)
+
+    @property
+    def tells_of_prompt(self) -> bool:
+        """Whether something is told of each prompt token, so that each must be computed for this request."""
+        return self.prompt_logprobs is not None or self.routed_experts
 
     @property
     def is_greedy(self) -> bool:
@@ -165,6 +176,33 @@ class TokenLogprobs:
     """(token id, log probability), likeliest first; empty if 0 were asked for."""
 
 
+class RoutedTokens(NamedTuple):
+    """Expert ids of consecutive tokens, of every layer that has experts, in values that messages can carry."""
+
+    num_tokens: int
+    num_layers: int
+    num_experts_per_token: int
+    ids: bytes
+    """int16, little endian, in the order of ``array``."""
+
+    @classmethod
+    def of(cls, array: NDArray[np.int16]) -> "RoutedTokens":
+        """Return the value for ids [tokens, layers, experts per token]."""
+        num_tokens, num_layers, num_experts = array.shape
+        return cls(num_tokens, num_layers, num_experts, array.astype("<i2").tobytes())
+
+    @classmethod
+    def joined(cls, parts: Sequence["RoutedTokens"]) -> "RoutedTokens":
+        """Return one value for ``parts``, of one model and at least one."""
+        num_tokens = sum(part.num_tokens for part in parts)
+        return parts[0]._replace(num_tokens=num_tokens, ids=b"".join(part.ids for part in parts))
+
+    def array(self) -> NDArray[np.int16]:
+        """Return the ids [tokens, layers, experts per token], read-only."""
+        shape = self.num_tokens, self.num_layers, self.num_experts_per_token
+        return np.frombuffer(self.ids, dtype="<i2").reshape(shape)
+
+
 class StepOutput(NamedTuple):
     """What one step gave one request. Progress-only rows give none but to those who ask for ``prompt_progress``.
 
@@ -182,6 +220,8 @@ class StepOutput(NamedTuple):
     """One per prompt token (None for the first), with the first output only, if asked for."""
     error: str | None = None
     """Why the request failed, with ``finish_reason`` "error" or "timeout"; says nothing of other requests."""
+    routed_experts: RoutedTokens | None = None
+    """Of the tokens computed since the output before, if asked for."""
     num_computed_prompt_tokens: int | None = None
     """So many are done, if a step computed a part of the prompt, not its end, and ``prompt_progress`` was asked for."""
 
@@ -215,6 +255,8 @@ class RequestOutput:
     stop_reason: int | str | None = None
     logprobs: tuple[TokenLogprobs, ...] | None = None
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    routed_experts: RoutedTokens | None = None
+    """Of the prompt and all output tokens but the last, which the model never read, if asked for."""
     error: str | None = None
     """Why there is no whole answer, with ``finish_reason`` "error" or "timeout"."""
     metrics: RequestMetrics = field(repr=False)

@@ -1,9 +1,14 @@
 """One forward of the model over one ragged batch."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
 from moesaic.attention.base import AttentionBackend
 from moesaic.batch import RaggedBatch
+from moesaic.errors import InvariantError
+from moesaic.experts.traced import TracedExperts
 from moesaic.graphs import DecodeGraphs
 from moesaic.kv.store import LayeredPagedKVStore
 from moesaic.models.base import CausalLM, StepContext
@@ -37,6 +42,22 @@ class ModelRunner:
         if not len(batch.logit_indices):
             return hidden.new_empty(0, model.info.vocab_size, dtype=torch.float32)
         return model.head(hidden.index_select(0, batch.logit_indices))
+
+    @contextmanager
+    def traced(self) -> Iterator[TracedExperts]:
+        """Note the routing of all that is run in the block; captured steps are not used in it.
+
+        Raises: ``InvariantError`` if the model's experts cannot be seen.
+        """
+        model, graphs, segments = self.model, self.graphs, self.segments
+        if model.experts is None:
+            raise InvariantError("the model has no expert backend, so its routing cannot be traced")
+        experts, trace = model.experts, TracedExperts(model.experts)
+        model.experts, self.graphs, self.segments = trace, None, None
+        try:
+            yield trace
+        finally:
+            model.experts, self.graphs, self.segments = experts, graphs, segments
 
     def _hidden(self, batch: RaggedBatch) -> torch.Tensor:
         """Return hidden states [T, C] after the last layer."""

@@ -20,7 +20,7 @@ from moesaic.engine.loop import (
 )
 from moesaic.engine.wire import EngineReady, LoadFailed, LoadProgress, decode, encode
 from moesaic.errors import ConfigError, InvariantError, MoesaicError, QueueFullError, RequestError
-from moesaic.request import SamplingParams, StepOutput, TokenLogprobs
+from moesaic.request import RoutedTokens, SamplingParams, StepOutput, TokenLogprobs
 from moesaic.structured import StructuredOutput
 
 IDS = st.text(st.characters(codec="utf-8"), min_size=1, max_size=8)
@@ -50,6 +50,7 @@ REQUESTS = st.builds(
     sampling_params=PARAMS,
     priority=st.integers(-5, 5),
     timeout_s=st.none() | st.floats(0.1, 100),
+    sibling_of=st.none() | IDS,
 )
 OUTPUTS = st.builds(
     StepOutput,
@@ -61,6 +62,7 @@ OUTPUTS = st.builds(
     logprobs=st.none() | st.lists(LOGPROBS, max_size=2).map(tuple),
     prompt_logprobs=st.none() | st.lists(st.none() | LOGPROBS, max_size=3).map(tuple),
     error=st.none() | IDS,
+    routed_experts=st.none() | st.builds(RoutedTokens, *[st.integers(0, 10**6)] * 3, st.binary(max_size=9)),
 )
 VALUES = st.one_of(
     st.builds(AddRequests, st.integers(0, 99), st.lists(REQUESTS, max_size=3).map(tuple)),

@@ -1,5 +1,7 @@
 """What clients send wrong, what the server says of itself, and what all see when the engine dies."""
 
+import base64
+import io
 import json
 import logging
 from collections.abc import Callable, Iterator
@@ -8,6 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
@@ -229,6 +232,27 @@ def test_prompt_logprobs_come_by_token_id(client: TestClient) -> None:
     assert sorted(entry["rank"] for entry in second.values())[:2] == [1, 2]
     chat = client.post("/v1/chat/completions", json={**CHAT, "prompt_logprobs": 0}).json()
     assert len(chat["prompt_logprobs"]) == chat["usage"]["prompt_tokens"]
+
+
+def routed_shape(choice: dict[str, Any]) -> tuple[int, ...]:
+    shape: tuple[int, ...] = np.load(io.BytesIO(base64.b64decode(choice["routed_experts"]))).shape
+    return shape
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_routed_experts_come_with_each_choice_and_in_a_stream_with_its_last_chunk(
+    client: TestClient, route: str
+) -> None:
+    body = {**ROUTES[route], "return_routed_experts": True, "n": 2, "max_tokens": 3, "ignore_eos": True}
+    reply = client.post(route, json=body).json()
+    num_tokens = reply["usage"]["prompt_tokens"] + 3 - 1
+    shapes = {routed_shape(choice) for choice in reply["choices"]}
+    assert {shape[0] for shape in shapes} == {num_tokens}
+    events = client.post(route, json={**body, "stream": True}).text.split("\n\n")
+    choices = [c for e in events if e.startswith("data: {") for c in json.loads(e[6:])["choices"]]
+    assert {routed_shape(c) for c in choices if c["finish_reason"]} == shapes
+    assert not any("routed_experts" in c for c in choices if not c["finish_reason"])
+    assert "routed_experts" not in client.post(route, json=ROUTES[route]).json()["choices"][0]
 
 
 def test_a_stream_is_server_sent_events(client: TestClient) -> None:

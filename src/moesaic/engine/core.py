@@ -22,6 +22,7 @@ from moesaic.engine.launched import LaunchedStep, overlap_refusal
 from moesaic.engine.memory import FreeMemory, context_length, plan_memory, resolve_device
 from moesaic.engine.meters import StepMeters, StepStart
 from moesaic.engine.prompt_logprobs import PromptLogprobs
+from moesaic.engine.routing import RoutedSpan, RoutingRecords
 from moesaic.engine.stages import StageClock
 from moesaic.engine.stall_bound import DecodeStallBound, bound_stats
 from moesaic.engine.step_log import StepLog
@@ -45,6 +46,7 @@ from moesaic.sampling.pending import KnownTokens, PendingTokens
 from moesaic.sampling.row import SamplingRow
 from moesaic.sampling.rowwise import RowwiseSampler
 from moesaic.sampling.sampler import Sampler
+from moesaic.sampling.transfer import HostCopy
 from moesaic.sched.factory import make_scheduler
 from moesaic.sched.transaction import StepTransaction
 from moesaic.segments import SegmentGraphs
@@ -133,6 +135,7 @@ class EngineCore:
         make_sampler = RowwiseSampler if config.batch_invariant else Sampler
         self.sampler = make_sampler(vocab_size=model.info.vocab_size, eos_token_ids=model.info.eos_token_ids)
         self._prompt_logprobs = PromptLogprobs()
+        self._routing = RoutingRecords()
         self._grammars = Grammars(
             vocab_size=model.info.vocab_size,
             eos_token_ids=model.info.eos_token_ids,
@@ -254,6 +257,8 @@ class EngineCore:
         """Queue a request whose prompt is checked: all or nothing."""
         params = request.sampling_params
         self.sampler.check_params(params)
+        if params.routed_experts and self.model.experts is None:
+            raise RequestError("this model's experts do not tell their routing; leave it out", param="routed_experts")
         self._check_priority(request.priority)
         self._deadlines.check(timeout_s)
         wanted = params.structured_output
@@ -308,6 +313,7 @@ class EngineCore:
     def _forget(self, request_id: str) -> None:
         """Keep nothing of a request that is over; the scheduler forgets it by itself."""
         self._prompt_logprobs.forget(request_id)
+        self._routing.forget(request_id)
         self._grammars.forget(request_id)
         self._deadlines.forget(request_id)
         self._meters.forget(request_id)
@@ -406,7 +412,8 @@ class EngineCore:
             carried=carried,
             device=self.model.device,
         )
-        logits = self.runner.run(batch)
+        routed_spans = self._routing.spans(tx.plan, tx.sequences)
+        logits, routed = self._run(batch, routed_spans)
         sampled = self._sample(logits[: batch.num_sampling_rows], tx)
         return LaunchedStep(
             tx=tx,
@@ -415,7 +422,17 @@ class EngineCore:
             sampled=sampled,
             spans=spans,
             prompt_logits=logits[batch.num_sampling_rows :],
+            routed_spans=routed_spans,
+            routed=routed,
         )
+
+    def _run(self, batch: RaggedBatch, routed_spans: list[RoutedSpan]) -> tuple[torch.Tensor, HostCopy | None]:
+        """Return the logits, and the experts of the tokens of ``routed_spans`` on their way to the host."""
+        if not routed_spans:
+            return self.runner.run(batch), None
+        with self.runner.traced() as trace:
+            logits = self.runner.run(batch)
+        return logits, self._routing.begin(routed_spans, trace.routed())
 
     def _launch_behind(self, step: LaunchedStep) -> LaunchedStep | None:
         """Plan and queue the step after ``step``, whose tokens have not come; None if that must wait or is impossible.
@@ -453,13 +470,19 @@ class EngineCore:
     def _commit(self, step: LaunchedStep) -> list[StepOutput]:
         sampled = step.sampled.result()
         scores = self._prompt_logprobs.score(self.sampler, step.prompt_logits, step.spans)
+        routed = None if step.routed is None else step.routed.wait()
         self._step_log.lap(step.laps_s)
+        live = {s.request_id for s in step.routed_spans if self.scheduler.get(s.request_id) is not None}
         outputs = step.tx.commit(sampled.token_ids, sampled.logprobs)
+        self._prompt_logprobs.record(step.spans, scores)
+        if routed is not None:
+            self._routing.record(step.routed_spans, routed, live)
+        outputs = self._routing.attach(self._prompt_logprobs.attach(outputs, step.tx.sequences))
         for output in outputs:
             if output.finish_reason is not None:
                 self._grammars.forget(output.request_id)
-        self._prompt_logprobs.record(step.spans, scores)
-        return self._prompt_logprobs.attach(outputs, step.tx.sequences) + self._prompt_progress(step.tx)
+                self._routing.forget(output.request_id)
+        return outputs + self._prompt_progress(step.tx)
 
     def _prompt_progress(self, tx: StepTransaction) -> list[StepOutput]:
         """Return how far the prompts that the step computed a part of are; preemption may set them back later."""

@@ -9,9 +9,11 @@ from moesaic.batch import CarriedTokens
 from moesaic.config import EngineConfig
 from moesaic.engine.meters import StepStart
 from moesaic.engine.prompt_logprobs import ScoredSpan
+from moesaic.engine.routing import RoutedSpan
 from moesaic.errors import Refused
 from moesaic.request import SamplingParams
 from moesaic.sampling.pending import KnownTokens, PendingTokens
+from moesaic.sampling.transfer import HostCopy
 from moesaic.sched.transaction import StepTransaction
 
 
@@ -27,6 +29,9 @@ class LaunchedStep:
     spans: list[ScoredSpan]
     prompt_logits: torch.Tensor
     """float32 [P, V] of the positions of ``spans``."""
+    routed_spans: list[RoutedSpan]
+    routed: HostCopy | None
+    """int16 [S, L, A] of the tokens of ``routed_spans``, if there are any."""
 
     def carried(self) -> CarriedTokens | None:
         """Return the tokens for a step launched behind this one, or None if that one must wait for this one's end.

@@ -11,6 +11,7 @@ from moesaic.request import (
     FinishReason,
     RequestMetrics,
     RequestOutput,
+    RoutedTokens,
     SamplingParams,
     StepOutput,
     TokenLogprobs,
@@ -171,6 +172,7 @@ class _Stream:
         self._texts: list[str] = []
         self._logprobs: list[TokenLogprobs] = []
         self._prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+        self._routed: list[RoutedTokens] = []
 
     def take(self, output: StepOutput, now_s: float) -> TextDelta:
         """Add one step's output and return what it changes; a stop string may cut it short and end the request."""
@@ -181,6 +183,8 @@ class _Stream:
         logprobs = None if output.logprobs is None else output.logprobs[: len(token_ids)]
         self._logprobs += logprobs or ()
         self._prompt_logprobs = self._prompt_logprobs or output.prompt_logprobs
+        if output.routed_experts is not None:
+            self._routed.append(output.routed_experts)
         self._texts.append(text)
         reason, stop_reason = output.finish_reason, output.stop_reason
         error = output.error
@@ -238,6 +242,7 @@ class _Stream:
             stop_reason=stop_reason,
             logprobs=None if self._params.logprobs is None else tuple(self._logprobs),
             prompt_logprobs=self._prompt_logprobs,
+            routed_experts=RoutedTokens.joined(self._routed) if self._routed else None,
             error=error,
             metrics=self._times.metrics(now_s),
         )

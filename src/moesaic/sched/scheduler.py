@@ -121,10 +121,10 @@ class Scheduler:
         return seq
 
     def _leader_of(self, seq: Sequence) -> Sequence | None:
-        """Return the sequence whose prompt ``seq`` can share; scores of the prompt need all of it computed."""
+        """Return the sequence whose prompt ``seq`` can share; what is told of a prompt needs all of it computed."""
         request = seq.request
         leader = None if request.sibling_of is None else self._sequences.get(request.sibling_of)
-        if leader is None or leader.seq_id in self.paused or request.sampling_params.prompt_logprobs is not None:
+        if leader is None or leader.seq_id in self.paused or request.sampling_params.tells_of_prompt:
             return None
         is_same = leader.request.prompt_token_ids == request.prompt_token_ids
         return leader if is_same and num_head_blocks(seq, self.kv.block_size) else None

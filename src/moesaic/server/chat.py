@@ -24,6 +24,7 @@ from moesaic.server.replies import (
     ToolCall,
     Usage,
 )
+from moesaic.server.routing import encoded_npy
 from moesaic.server.served_model import EncodedPrompt, ServedModel
 
 
@@ -102,6 +103,8 @@ class ChatWriter:
             choice.stop_reason = delta.stop_reason
         if self.body.return_token_ids:
             choice.token_ids = list(delta.token_ids)
+        if delta.output is not None and delta.output.routed_experts is not None:
+            choice.routed_experts = encoded_npy(delta.output.routed_experts)
         has_news = news.model_fields_set or choice.logprobs or choice.token_ids or choice.finish_reason
         return [*first, self._chunk([choice])] if has_news else first
 
@@ -156,6 +159,8 @@ class ChatWriter:
         )
         if self.body.return_token_ids:
             choice.token_ids = list(output.token_ids)
+        if output.routed_experts is not None:
+            choice.routed_experts = encoded_npy(output.routed_experts)
         return choice
 
     def _logprobs(self, scores: Sequence[TokenLogprobs] | None) -> ChatLogprobs | None:

@@ -9,6 +9,7 @@ from moesaic.request import RequestOutput, TokenLogprobs
 from moesaic.server.logprobs import CompletionLogprobWriter, prompt_logprobs
 from moesaic.server.protocol import CompletionRequest
 from moesaic.server.replies import Completion, CompletionChoice, Usage
+from moesaic.server.routing import encoded_npy
 from moesaic.server.served_model import EncodedPrompt, ServedModel
 
 
@@ -75,6 +76,9 @@ class CompletionWriter:
         self._add_logprobs(choice, part, shows_prompt)
         if part.finish_reason is not None:
             choice.stop_reason = part.stop_reason
+        output = part.output if isinstance(part, TextDelta) else part
+        if output is not None and output.routed_experts is not None:
+            choice.routed_experts = encoded_npy(output.routed_experts)
         if self.body.return_token_ids:
             choice.token_ids = list(part.token_ids)
             if is_first:

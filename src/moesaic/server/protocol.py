@@ -95,6 +95,7 @@ class GenerationRequest(StructuredFields):
     stream: StrictBool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: StrictBool | None = None
+    return_routed_experts: StrictBool | None = None
     truncate_prompt_tokens: Annotated[StrictInt, Field(ge=1)] | None = None
     allowed_token_ids: Annotated[list[StrictInt], Field(min_length=1)] | None = None
     priority: StrictInt | None = None
@@ -160,6 +161,7 @@ class GenerationRequest(StructuredFields):
         if self.logit_bias is not None:
             fields["logit_bias"] = {_token_id(key): value for key, value in self.logit_bias.items()}
         fields["structured_output"] = self.structured_output()
+        fields["routed_experts"] = bool(self.return_routed_experts)
         fields["prompt_progress"] = self.includes_prompt_progress
         seeds = [None if self.seed is None else self.seed + i for i in range(self.num_choices)]
         try:
@@ -175,6 +177,8 @@ class GenerationRequest(StructuredFields):
         """Return what the client called ``param``, a name in ``SamplingParams``."""
         if param == "structured_output":
             return self.grammar_field or param
+        if param == "routed_experts":
+            return "return_routed_experts"
         return self.client_names().get(param or "", param)
 
     def client_names(self) -> dict[str, str]:

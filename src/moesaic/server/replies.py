@@ -45,6 +45,7 @@ class CompletionChoice(Reply):
     finish_reason: str | None
     stop_reason: int | str | None = None
     token_ids: list[int] = Field(default_factory=list)
+    routed_experts: str = ""
     prompt_token_ids: list[int] = Field(default_factory=list)
     prompt_logprobs: list[dict[str, Any] | None] = Field(default_factory=list)
 
@@ -122,6 +123,7 @@ class ChatChoice(Reply):
     finish_reason: str | None
     stop_reason: int | str | None
     token_ids: list[int] = Field(default_factory=list)
+    routed_experts: str = ""
 
 
 class ChatCompletion(Reply):
@@ -171,6 +173,7 @@ class ChatChunkChoice(Reply):
     finish_reason: str | None
     stop_reason: int | str | None = None
     token_ids: list[int] = Field(default_factory=list)
+    routed_experts: str = ""
 
 
 class ChatChunk(Reply):
