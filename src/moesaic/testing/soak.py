@@ -39,6 +39,18 @@ class CountingCore(EngineCore):
         super().add_request(request_id, prompt_token_ids, sampling_params, priority=priority, timeout_s=timeout_s)
         self._num_admitted += 1
 
+    def add_sibling(
+        self,
+        request_id: str,
+        sibling_of: str,
+        sampling_params: SamplingParams,
+        *,
+        priority: int = 0,
+        timeout_s: float | None = None,
+    ) -> None:
+        super().add_sibling(request_id, sibling_of, sampling_params, priority=priority, timeout_s=timeout_s)
+        self._num_admitted += 1
+
     def step(self) -> list[StepOutput]:
         outputs = super().step()
         for output in outputs:
