@@ -64,7 +64,7 @@ LAYERS: tuple[tuple[str, bool, str], ...] = (
         "server.structured server.protocol server.errors server.replies server.logprobs server.vocabulary "
         "server.generation server.chat server.completions server.served_model server.app server.main server.sse "
         "server.auth server.connection server.drain server.tokenization server.labels server.limits server.metrics "
-        "server.observed server.routing server.request_log server.watch server.page "
+        "server.observed server.routing server.request_log server.tracing server.watch server.page "
         "bench.workload bench.client bench.paired bench.report bench.progress bench.timeline bench.peer bench.offline "
         "bench.stall bench.planner bench.pressure bench.run bench.load "
         "bench.paused bench.paced bench.paced_server bench.overhead "

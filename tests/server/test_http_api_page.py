@@ -39,9 +39,11 @@ def test_every_field_that_is_refused_is_named() -> None:
     assert names(paragraph) == set(UNSUPPORTED)
 
 
-def test_the_example_runs(server_url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    (example,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+def test_the_examples_run_one_after_the_other(server_url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    examples = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    assert len(examples) >= 2
     scope: dict[str, object] = {}
-    exec(example.replace("http://127.0.0.1:8000", server_url), scope)
-    scope["client"].close()  # type: ignore[attr-defined]  # an object of the example's own
-    assert capsys.readouterr().out
+    for example in examples:
+        exec(example.replace("http://127.0.0.1:8000", server_url), scope)
+        assert capsys.readouterr().out
+    scope["client"].close()  # type: ignore[attr-defined]  # an object of the examples' own

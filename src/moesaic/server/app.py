@@ -1,10 +1,11 @@
 """The HTTP interface: routes and nothing else; the work is in the modules they call."""
 
+import asyncio
 import contextlib
 import dataclasses
 import logging
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request, Response
 from starlette.middleware.cors import CORSMiddleware
@@ -38,6 +39,9 @@ from moesaic.server.tokenization import (
 )
 from moesaic.server.watch import StepsReply, StepWatchers
 
+if TYPE_CHECKING:
+    from moesaic.server.tracing import RequestTracer
+
 logger = logging.getLogger(__name__)
 
 _ERRORS: dict[int | str, dict[str, Any]] = {status: {"model": ErrorReply} for status in (400, 401, 404, 413, 500, 503)}
@@ -52,7 +56,8 @@ def create_app(
     """
     settings = ServerConfig() if settings is None else settings
     meters = RequestMeters()
-    client = ObservedClient(client, [meters, RequestLog()])
+    tracer = _tracer(settings, model)
+    client = ObservedClient(client, [meters, RequestLog(), *(() if tracer is None else (tracer,))])
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -61,6 +66,8 @@ def create_app(
             yield
         finally:
             await client.close()
+            if tracer is not None:
+                await asyncio.to_thread(tracer.close)
 
     # The pages of documentation load scripts from elsewhere; /openapi.json is all that is ours.
     app = FastAPI(title="Moesaic", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
@@ -76,8 +83,20 @@ def create_app(
     return app
 
 
+def _tracer(settings: ServerConfig, model: ServedModel) -> "RequestTracer | None":
+    if settings.otlp_traces_endpoint is None:
+        return None
+    from moesaic.server.tracing import RequestTracer
+
+    return RequestTracer(settings.otlp_traces_endpoint, model.names[0])
+
+
 def _add_guards(app: FastAPI, settings: ServerConfig) -> None:
     """Add what a request passes before its route. The last one added is passed first."""
+    if settings.otlp_traces_endpoint is not None:
+        from moesaic.server.tracing import TraceParents
+
+        app.add_middleware(TraceParents)
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
     if keys := settings.keys():
         app.add_middleware(KeyGate, keys=keys)

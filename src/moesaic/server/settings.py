@@ -1,6 +1,7 @@
 """The HTTP server's settings, beside those of the engine."""
 
 import dataclasses
+import importlib.util
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -56,6 +57,8 @@ class ServerConfig:
     """Least level of what is logged to standard error; info has a line for each request, nothing of its text."""
     log_format: LogFormat = "text"
     """Form of log records: lines of text, or JSON objects with their fields, one a line."""
+    otlp_traces_endpoint: str | None = None
+    """URL that takes OpenTelemetry spans of requests, OTLP over HTTP; needs moesaic[otel]. The default is none."""
     ui: bool = False
     """Serve a page at /ui to try the model and watch its steps, and their counts and times at /v1/steps."""
 
@@ -66,6 +69,8 @@ class ServerConfig:
         """Return if every field holds. Raises: ``ConfigError`` naming the first broken one."""
         _check_keys(self.api_key, "api_key")
         check_types(self)
+        if self.otlp_traces_endpoint is not None:
+            _check_tracing(self.otlp_traces_endpoint)
         check_at_least("port", self.port, 0)
         if self.port > 65535:
             raise ConfigError(f"port is {self.port}; it must be at most 65535; lower --port")
@@ -122,3 +127,23 @@ def _check_keys(keys: Any, where: str) -> None:  # Any: whatever the caller gave
             raise ConfigError(
                 f"key {number} of {where} is empty or has a character that is no visible ASCII; change it"
             )
+
+
+def _check_tracing(endpoint: str) -> None:
+    if not endpoint.startswith(("http://", "https://")):
+        raise ConfigError(
+            f"otlp_traces_endpoint is {endpoint!r}; it must be an http or https URL like "
+            "http://127.0.0.1:4318/v1/traces; change --otlp-traces-endpoint"
+        )
+    if not _is_installed("opentelemetry.exporter.otlp.proto.http.trace_exporter"):
+        raise ConfigError(
+            "otlp_traces_endpoint is set but OpenTelemetry is not installed; "
+            "pip install 'moesaic[otel]' or leave out --otlp-traces-endpoint"
+        )
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # a package on the way is missing
+        return False
