@@ -37,8 +37,8 @@ LAYERS: tuple[tuple[str, bool, str], ...] = (
     (
         "models",
         True,
-        "models.base models.info models.families models.hf models.native models.compile models.select models.loader "
-        "models.weights experts.tuner",
+        "models.base models.info models.families models.hf models.native models.compile models.select "
+        "models.loading_bar models.loader models.weights experts.tuner",
     ),
     (
         "running",

@@ -146,7 +146,9 @@ def test_an_engine_that_dies_is_started_again_and_serves(tiny_dir: Path) -> None
     assert again == run(core, once)
 
 
-def test_what_keeps_an_engine_from_loading_is_raised_where_it_is_launched(tiny_dir: Path, tmp_path: Path) -> None:
+def test_what_keeps_an_engine_from_loading_is_raised_where_it_is_launched(
+    tiny_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     stages: list[str] = []
     with pytest.raises(ModelLoadError, match="nowhere"):
         ProcessEngineClient(tmp_path / "nowhere", CONFIG, None).launch(lambda what, fraction: stages.append(what))
@@ -155,6 +157,7 @@ def test_what_keeps_an_engine_from_loading_is_raised_where_it_is_launched(tiny_d
     too_large = EngineConfig(device="cpu", num_kv_blocks=10**9)
     with pytest.raises(ConfigError):
         ProcessEngineClient(tiny_dir, too_large, None).launch()
+    assert "is killed" not in caplog.text, "one that cannot load ends by itself"
 
 
 PARENT = """

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers.utils import logging as hf_logging
 
 from moesaic.errors import ModelLoadError, UnsupportedModelError
 from moesaic.models.loader import load_model, load_tokenizer, read_config, resolve_dtype, resolve_model_path
+from moesaic.models.loading_bar import counted
 from moesaic.testing.models import available_families, save_tiny, tiny_config, tiny_model
 from moesaic.testing.paged import PagedModel
 
@@ -226,11 +228,25 @@ def test_an_index_that_names_the_wrong_shard_is_refused(tmp_path: Path) -> None:
         load_model(tmp_path)
 
 
-def test_progress_ends_at_one(checkpoint: Path) -> None:
+def test_progress_goes_from_zero_to_one_in_place_of_the_bar_of_transformers(
+    checkpoint: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     seen: list[tuple[str, float]] = []
     load_model(checkpoint, progress=lambda what, fraction: seen.append((what, fraction)))
-    assert seen[0][1] == 0.0
-    assert seen[-1] == ("loading weights", 1.0)
+    fractions = [fraction for _, fraction in seen]
+    assert {what for what, _ in seen} == {"loading weights"}
+    assert (fractions[0], fractions[-1]) == (0.0, 1.0)
+    assert fractions == sorted(fractions)
+    if hasattr(hf_logging, "set_tqdm_hook"):
+        assert len(set(fractions)) > 3
+        assert capfd.readouterr().err == ""
+
+
+def test_a_fraction_is_told_for_each_percent_at_most() -> None:
+    seen: list[float] = []
+    assert list(counted(range(1000), seen.append)) == list(range(1000))
+    assert (len(seen), seen[0], seen[-1]) == (100, 0.01, 1.0)
+    assert list(counted([], seen.append)) == []
 
 
 def test_dtype_follows_the_configuration_but_not_on_a_cpu(checkpoint: Path) -> None:

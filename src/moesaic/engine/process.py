@@ -90,8 +90,9 @@ class ProcessEngineClient(TextEngineClient):
         self._engine = _Engine(*self._arguments)
         try:
             return self._engine.wait_until_ready(progress)
-        except BaseException:
-            self._engine.close()
+        except BaseException as error:
+            # One that could not load ends by itself; whoever interrupts does not want to wait for it.
+            self._engine.close(JOIN_TIMEOUT_S if isinstance(error, Exception) else 0.0)
             raise
 
     @property
@@ -248,12 +249,12 @@ class _Engine:
             return f"the engine's process was ended by {signal.Signals(-code).name}"
         return f"the engine's process ended with exit code {code}"
 
-    def close(self) -> None:
+    def close(self, patience_s: float = JOIN_TIMEOUT_S) -> None:
         """Make sure that the process is gone, and free the sockets and their folder. Safe to call twice."""
+        self.process.join(patience_s)
         if self.process.is_alive():
-            self.process.join(JOIN_TIMEOUT_S if sys.exc_info()[0] is None else 0)
-        if self.process.is_alive():
-            logger.error("engine process did not end within %.0f s and is killed", JOIN_TIMEOUT_S)
+            if patience_s:
+                logger.error("engine process did not end within %.0f s and is killed", patience_s)
             self.process.kill()
             self.process.join()
         self._commands.close(linger=0)

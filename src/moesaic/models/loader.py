@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib.util
 import json
@@ -21,6 +22,7 @@ from moesaic.experts.resident import ResidentExperts
 from moesaic.models.families import family_of
 from moesaic.models.hf import IMPLEMENTATION, HFCausalLM
 from moesaic.models.info import model_info
+from moesaic.models.loading_bar import told_to
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -79,9 +81,13 @@ def load_model(
     if load_format == "auto":
         _check_weight_files(path, model_info(config).num_experts)
     report("loading weights", 0.0)
-    hf_model = (
-        _dummy(path, config, dtype, device, seed) if load_format == "dummy" else _load(path, config, dtype, device)
-    )
+    with (
+        contextlib.nullcontext()
+        if progress is None
+        else told_to(lambda fraction: progress("loading weights", fraction))
+    ):
+        dummy = load_format == "dummy"
+        hf_model = _dummy(path, config, dtype, device, seed) if dummy else _load(path, config, dtype, device)
     report("loading weights", 1.0)
     model = HFCausalLM(hf_model.eval().requires_grad_(False))
     if model.expert_modules:
