@@ -10,6 +10,7 @@ import logging
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -81,11 +82,8 @@ def load_model(
     if load_format == "auto":
         _check_weight_files(path, model_info(config).num_experts)
     report("loading weights", 0.0)
-    with (
-        contextlib.nullcontext()
-        if progress is None
-        else told_to(lambda fraction: progress("loading weights", fraction))
-    ):
+    bar = contextlib.nullcontext() if progress is None else told_to(partial(progress, "loading weights"))
+    with bar:
         dummy = load_format == "dummy"
         hf_model = _dummy(path, config, dtype, device, seed) if dummy else _load(path, config, dtype, device)
     report("loading weights", 1.0)
