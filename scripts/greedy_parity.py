@@ -17,7 +17,7 @@ import torch
 
 from moesaic.config import EngineConfig
 from moesaic.engine.core import EngineCore
-from moesaic.models.loader import resolve_model_path
+from moesaic.models.files import resolve_model_path
 from moesaic.request import SamplingParams, TokenLogprobs
 
 Answers = dict[str, list[TokenLogprobs]]

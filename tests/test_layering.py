@@ -23,8 +23,13 @@ LAYERS: tuple[tuple[str, bool, str], ...] = (
         "sched.counts sched.swapper sched.preempt sched.running sched.siblings sched.advance sched.invariants "
         "sched.factory sched.scheduler sched.transaction sched.decisions sched.recording sched.replay sched.blocked",
     ),
+    (
+        "talking",
+        False,
+        "sampling.stopping engine.messages engine.wire engine.detokenizer engine.outputs engine.client",
+    ),
     ("tensors", True, "batch kv.store kv.swap"),
-    ("built-in models", True, "builtin builtin.cache builtin.tokens builtin.tiny builtin.smol"),
+    ("built-in models", True, "builtin builtin.cache builtin.tokens builtin.tiny builtin.smol models.files"),
     (
         "backends",
         True,
@@ -44,15 +49,15 @@ LAYERS: tuple[tuple[str, bool, str], ...] = (
         "running",
         True,
         "runner tokenwise graphs segments sampling.draw sampling.filters sampling.grammar sampling.logprobs "
-        "sampling.penalties sampling.pending sampling.row sampling.rowwise sampling.sampler sampling.stopping "
+        "sampling.penalties sampling.pending sampling.row sampling.rowwise sampling.sampler "
         "sampling.transfer",
     ),
     (
         "engine",
         True,
         "engine.memory engine.model_plan "
-        "engine.deadlines engine.core engine.llm engine.client engine.wire engine.process engine.detokenizer "
-        "engine.outputs engine.prompt_logprobs engine.routing engine.loop engine.chunk_budget engine.supervisor "
+        "engine.deadlines engine.core engine.llm engine.thread_client engine.process "
+        "engine.prompt_logprobs engine.routing engine.loop engine.chunk_budget engine.supervisor "
         "engine.meters engine.stages engine.launched engine.step_time engine.stall_bound engine.step_log "
         "engine.garbage",
     ),
@@ -78,6 +83,8 @@ RANK = {f"moesaic.{name}": rank for rank, (_, _, names) in enumerate(LAYERS) for
 WITHOUT_TORCH = [f"moesaic.{name}" for _, may_use_torch, names in LAYERS if not may_use_torch for name in names.split()]
 # Docstring-only packages; they hold no code of their own.
 PACKAGES = {f"moesaic.{p.parent.relative_to(SRC).as_posix().replace('/', '.')}" for p in SRC.rglob("*/__init__.py")}
+STARTED_WITHOUT_TORCH = ["moesaic.cli", "moesaic.engine.process", "moesaic.server.main"]
+"""What a server needs before its engine's process begins to load; PyTorch costs seconds there."""
 TENSOR_LIBRARIES = {"torch", "transformers", "flashinfer", "triton"}
 
 
@@ -122,7 +129,7 @@ def test_a_module_that_decides_names_no_tensor_library(name: str) -> None:
     assert not roots & TENSOR_LIBRARIES
 
 
-def test_what_decides_can_be_imported_where_torch_cannot() -> None:
+def test_what_decides_and_the_server_can_be_imported_where_torch_cannot() -> None:
     """One process for all: the point is that nothing reaches torch through a third module."""
     block = (
         "import importlib, sys\n"
@@ -131,7 +138,7 @@ def test_what_decides_can_be_imported_where_torch_cannot() -> None:
         "    def find_spec(self, name, path=None, target=None):\n"
         "        if name.split('.')[0] in blocked: raise ImportError(f'{name} is blocked')\n"
         "sys.meta_path.insert(0, Block())\n"
-        f"for name in {['moesaic', *EXISTING_WITHOUT_TORCH]!r}: importlib.import_module(name)\n"
+        f"for name in {['moesaic', *EXISTING_WITHOUT_TORCH, *STARTED_WITHOUT_TORCH]!r}: importlib.import_module(name)\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", block], capture_output=True, text=True, env={"PYTHONPATH": str(SRC.parent)}, check=False

@@ -143,7 +143,7 @@ def chat(
 def plan(model: ModelArgument, *, engine: EngineConfig) -> None:
     """Print what a model and its KV cache would take on this machine, without loading weights."""
     from moesaic.engine.model_plan import plan_block, plan_model
-    from moesaic.models.loader import resolve_model_path
+    from moesaic.models.files import resolve_model_path
 
     typer.echo(plan_block(model, plan_model(resolve_model_path(model, with_weights=False), engine)))
 
@@ -164,7 +164,7 @@ def tune(
         progress("load PyTorch", 0.0)
         from moesaic.experts.tuner import TOKENS, tune_model
         from moesaic.experts.tuning import tuned_folder
-        from moesaic.models.loader import resolve_model_path
+        from moesaic.models.files import resolve_model_path
 
         found = tune_model(resolve_model_path(model, with_weights=False), tokens or TOKENS, progress)
         paths = [tuning.write(output or tuned_folder()) for tuning in found]

@@ -12,9 +12,9 @@ from moesaic.bench.paced import load_paced
 from moesaic.bench.paced_server import paced_config
 from moesaic.bench.paired import Pair
 from moesaic.cli import app
-from moesaic.engine.client import ThreadEngineClient
+from moesaic.engine.thread_client import ThreadEngineClient
 from moesaic.errors import MoesaicError
-from moesaic.models.loader import load_tokenizer
+from moesaic.models.files import load_tokenizer
 from moesaic.server.app import create_app
 from moesaic.server.served_model import ServedModel
 from moesaic.testing.http import running

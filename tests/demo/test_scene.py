@@ -4,7 +4,7 @@ import pytest
 
 from moesaic.demo.scene import DOCUMENT_QUESTION, DemoSettings, load_document, make_scene
 from moesaic.errors import ConfigError, RequestError
-from moesaic.models.loader import load_tokenizer
+from moesaic.models.files import load_tokenizer
 
 
 def test_the_document_is_real_prose_and_says_where_it_is_from() -> None:

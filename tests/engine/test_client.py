@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 
 from moesaic.config import EngineConfig
-from moesaic.engine.client import DeltaStream, Submission, ThreadEngineClient
+from moesaic.engine.client import DeltaStream, Submission
 from moesaic.engine.core import EngineCore
 from moesaic.engine.launched import LaunchedStep
-from moesaic.engine.loop import (
+from moesaic.engine.loop import EngineLoop
+from moesaic.engine.messages import (
     AbortRequests,
     AddRequests,
     Answer,
     Command,
     EngineDied,
-    EngineLoop,
     Event,
     NewRequest,
     PauseRequests,
@@ -27,6 +27,7 @@ from moesaic.engine.loop import (
     Stop,
 )
 from moesaic.engine.outputs import TextDelta
+from moesaic.engine.thread_client import ThreadEngineClient
 from moesaic.errors import EngineDeadError, EngineDrainingError, RequestError
 from moesaic.models.hf import HFCausalLM
 from moesaic.models.loader import load_model

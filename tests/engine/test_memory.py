@@ -9,9 +9,9 @@ import torch
 from moesaic.config import EngineConfig
 from moesaic.engine.core import EngineCore
 from moesaic.engine.memory import CPU_KV_SHARE, CUDA_KV_SHARE, FreeMemory, plan_memory
-from moesaic.engine.model_plan import kv_text, plan_block, plan_model
+from moesaic.engine.model_plan import plan_block, plan_model
 from moesaic.errors import ConfigError, RequestTooLargeError
-from moesaic.kv.geometry import KVGeometry, LayerKVShape, blocks_needed
+from moesaic.kv.geometry import KVGeometry, LayerKVShape, blocks_needed, kv_text
 from moesaic.models.loader import load_model
 from moesaic.request import SamplingParams
 

@@ -8,17 +8,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from moesaic.config import EngineConfig
-from moesaic.engine.client import DeltaStream, Submission, ThreadEngineClient
+from moesaic.engine.client import DeltaStream, Submission
 from moesaic.engine.core import EngineCore
 from moesaic.engine.process import ProcessEngineClient
+from moesaic.engine.thread_client import ThreadEngineClient
 from moesaic.errors import ConfigError, EngineDeadError, ModelLoadError, RequestError
-from moesaic.models.loader import load_tokenizer
+from moesaic.models.files import load_tokenizer
 from moesaic.request import SamplingParams
 from moesaic.testing.faults import load_losing_its_device, load_nothing
 
@@ -40,7 +42,7 @@ async def text_of(stream: DeltaStream) -> str:
 
 @contextlib.contextmanager
 def launched(path: Path, **options: Any) -> Iterator[ProcessEngineClient]:
-    client = ProcessEngineClient(path, CONFIG, load_tokenizer(path), **options)
+    client = ProcessEngineClient(path, CONFIG, partial(load_tokenizer, path), **options)
     client.launch()
     try:
         yield client
@@ -151,12 +153,14 @@ def test_what_keeps_an_engine_from_loading_is_raised_where_it_is_launched(
 ) -> None:
     stages: list[str] = []
     with pytest.raises(ModelLoadError, match="nowhere"):
-        ProcessEngineClient(tmp_path / "nowhere", CONFIG, None).launch(lambda what, fraction: stages.append(what))
+        ProcessEngineClient(tmp_path / "nowhere", CONFIG, lambda: None).launch(
+            lambda what, fraction: stages.append(what)
+        )
     with pytest.raises(Exception, match="OSError: driver not loaded"):
-        ProcessEngineClient(tiny_dir, CONFIG, None, make_core=load_nothing).launch()
+        ProcessEngineClient(tiny_dir, CONFIG, lambda: None, make_core=load_nothing).launch()
     too_large = EngineConfig(device="cpu", num_kv_blocks=10**9)
     with pytest.raises(ConfigError):
-        ProcessEngineClient(tiny_dir, too_large, None).launch()
+        ProcessEngineClient(tiny_dir, too_large, lambda: None).launch()
     assert "is killed" not in caplog.text, "one that cannot load ends by itself"
 
 
@@ -167,7 +171,7 @@ from moesaic.engine.process import ProcessEngineClient
 from moesaic.config import EngineConfig
 
 if __name__ == "__main__":
-    client = ProcessEngineClient(Path(sys.argv[1]), EngineConfig(device="cpu", num_kv_blocks=16), None)
+    client = ProcessEngineClient(Path(sys.argv[1]), EngineConfig(device="cpu", num_kv_blocks=16), lambda: None)
     client.launch()
     print(client.pid, flush=True)
     time.sleep(300)

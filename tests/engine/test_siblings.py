@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from moesaic.config import EngineConfig
-from moesaic.engine.client import Submission, ThreadEngineClient
+from moesaic.engine.client import Submission
 from moesaic.engine.core import EngineCore
+from moesaic.engine.thread_client import ThreadEngineClient
 from moesaic.errors import RequestError
 from moesaic.models.hf import HFCausalLM
 from moesaic.request import SamplingParams, StepOutput

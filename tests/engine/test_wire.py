@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moesaic.engine.loop import (
+from moesaic.engine.messages import (
     AbortRequests,
     AddRequests,
     Answer,

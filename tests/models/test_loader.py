@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 from transformers.utils import logging as hf_logging
 
 from moesaic.errors import ModelLoadError, UnsupportedModelError
-from moesaic.models.loader import load_model, load_tokenizer, read_config, resolve_dtype, resolve_model_path
+from moesaic.models.files import load_tokenizer, resolve_model_path
+from moesaic.models.loader import load_model, read_config, resolve_dtype
 from moesaic.models.loading_bar import counted
 from moesaic.testing.models import available_families, save_tiny, tiny_config, tiny_model
 from moesaic.testing.paged import PagedModel

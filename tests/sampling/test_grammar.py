@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from moesaic import SamplingParams, StructuredOutput
 from moesaic.errors import RequestError, SamplingError
-from moesaic.models.loader import load_tokenizer
+from moesaic.models.files import load_tokenizer
 from moesaic.sampling.grammar import Grammars
 from moesaic.sampling.row import SamplingRow
 from moesaic.sampling.sampler import Sampler

@@ -16,11 +16,12 @@ from starlette.testclient import TestClient
 
 import moesaic
 from moesaic import EngineConfig
-from moesaic.engine.client import ThreadEngineClient
 from moesaic.engine.core import EngineCore
 from moesaic.engine.launched import LaunchedStep
+from moesaic.engine.thread_client import ThreadEngineClient
+from moesaic.models.files import load_tokenizer
 from moesaic.models.hf import HFCausalLM
-from moesaic.models.loader import load_model, load_tokenizer
+from moesaic.models.loader import load_model
 from moesaic.request import StepOutput
 from moesaic.server.app import create_app
 from moesaic.server.served_model import ServedModel

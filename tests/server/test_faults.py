@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import pytest
 
 from moesaic import EngineConfig
 from moesaic.engine.process import ProcessEngineClient
-from moesaic.models.loader import load_tokenizer
+from moesaic.models.files import load_tokenizer
 from moesaic.server.app import create_app
 from moesaic.server.main import served_model
 from moesaic.server.settings import ServerConfig
@@ -39,7 +40,7 @@ NESTED = "@nested@"
 
 @contextmanager
 def serving(tiny_dir: Path) -> Iterator[tuple[str, ProcessEngineClient]]:
-    engine = ProcessEngineClient(tiny_dir, CONFIG, load_tokenizer(tiny_dir), make_core=load_stumbling)
+    engine = ProcessEngineClient(tiny_dir, CONFIG, partial(load_tokenizer, tiny_dir), make_core=load_stumbling)
     settings = ServerConfig(served_model_name=("tiny",), max_prompts_per_request=64)
     served = served_model("tiny", tiny_dir, engine.launch()["max_model_len"], settings)
     with running(create_app(engine, served, CONFIG, settings)) as url:

@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from moesaic.config import EngineConfig
 from moesaic.engine.client import Submission, TextEngineClient
-from moesaic.engine.loop import AbortRequests, AddRequests, Command
+from moesaic.engine.messages import AbortRequests, AddRequests, Command
 from moesaic.histogram import Histogram
 from moesaic.request import SamplingParams
 from moesaic.server.main import load_app

@@ -15,11 +15,12 @@ from fastapi.routing import APIRoute
 from starlette.testclient import TestClient
 
 from moesaic import EngineConfig
-from moesaic.engine.client import ThreadEngineClient
 from moesaic.engine.core import EngineCore
+from moesaic.engine.thread_client import ThreadEngineClient
 from moesaic.errors import ConfigError
+from moesaic.models.files import load_tokenizer
 from moesaic.models.hf import HFCausalLM
-from moesaic.models.loader import load_model, load_tokenizer
+from moesaic.models.loader import load_model
 from moesaic.server.app import create_app
 from moesaic.server.served_model import ServedModel
 from moesaic.server.settings import ServerConfig

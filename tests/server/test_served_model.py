@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from moesaic.errors import ModelLoadError
-from moesaic.models.loader import load_tokenizer
+from moesaic.models.files import load_tokenizer
 from moesaic.server.served_model import LONG_TEXT_CHARACTERS, ServedModel, read_defaults
 
 

@@ -7,6 +7,7 @@ import asyncio
 import os
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 
 from moesaic import EngineConfig
 from moesaic.engine.process import ProcessEngineClient
-from moesaic.models.loader import load_tokenizer
+from moesaic.models.files import load_tokenizer
 from moesaic.server.app import create_app
 from moesaic.server.main import served_model
 from moesaic.server.settings import ServerConfig
@@ -32,7 +33,7 @@ CONFIG = EngineConfig(
 
 @pytest.fixture
 def url(tiny_dir: Path) -> Iterator[str]:
-    engine = ProcessEngineClient(tiny_dir, CONFIG, load_tokenizer(tiny_dir), make_core=load_counting)
+    engine = ProcessEngineClient(tiny_dir, CONFIG, partial(load_tokenizer, tiny_dir), make_core=load_counting)
     settings = ServerConfig(served_model_name=("tiny",))
     served = served_model("tiny", tiny_dir, engine.launch()["max_model_len"], settings)
     with running(create_app(engine, served, CONFIG, settings)) as address:

@@ -12,10 +12,12 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 from starlette.testclient import TestClient
 
 from moesaic import EngineConfig
-from moesaic.engine.client import Submission, ThreadEngineClient
+from moesaic.engine.client import Submission
 from moesaic.engine.core import EngineCore
+from moesaic.engine.thread_client import ThreadEngineClient
 from moesaic.errors import ConfigError
-from moesaic.models.loader import load_model, load_tokenizer
+from moesaic.models.files import load_tokenizer
+from moesaic.models.loader import load_model
 from moesaic.request import SamplingParams
 from moesaic.server import settings as settings_module
 from moesaic.server.app import create_app

@@ -14,10 +14,12 @@ import pytest
 from starlette.testclient import TestClient
 
 from moesaic import EngineConfig
-from moesaic.engine.client import Submission, ThreadEngineClient
+from moesaic.engine.client import Submission
 from moesaic.engine.core import EngineCore
+from moesaic.engine.thread_client import ThreadEngineClient
 from moesaic.errors import QueueFullError
-from moesaic.models.loader import load_model, load_tokenizer
+from moesaic.models.files import load_tokenizer
+from moesaic.models.loader import load_model
 from moesaic.request import SamplingParams
 from moesaic.server import page
 from moesaic.server.main import load_app, startup_block

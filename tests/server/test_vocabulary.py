@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, decoders, models
 
-from moesaic.models.loader import load_tokenizer
+from moesaic.models.files import load_tokenizer
 from moesaic.request import TokenLogprobs
 from moesaic.server.logprobs import CompletionLogprobWriter, finite
 from moesaic.server.vocabulary import Vocabulary

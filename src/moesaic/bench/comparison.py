@@ -20,7 +20,7 @@ from moesaic.bench.steps import read_steps
 from moesaic.demo.scene import load_document
 from moesaic.errors import ConfigError
 from moesaic.kv.geometry import blocks_for_tokens
-from moesaic.models.loader import load_tokenizer, resolve_model_path
+from moesaic.models.files import load_tokenizer, resolve_model_path
 
 BLOCK_SIZE = 16
 _MIN_WORDS_PER_TOKEN = 0.75

@@ -20,7 +20,7 @@ from moesaic.bench.report import Report, environment
 from moesaic.config import EngineConfig
 from moesaic.engine.core import EngineCore
 from moesaic.engine.garbage import keep_collections_short
-from moesaic.models.loader import resolve_model_path
+from moesaic.models.files import resolve_model_path
 
 _FIRST_PROMPT_TOKENS = 100
 _WARM_UP_ROWS = 8

@@ -14,7 +14,7 @@ from moesaic.bench.workload import random_lengths, random_prompts
 from moesaic.config import EngineConfig
 from moesaic.engine.core import EngineCore
 from moesaic.kv.geometry import blocks_for_tokens
-from moesaic.models.loader import resolve_model_path
+from moesaic.models.files import resolve_model_path
 from moesaic.request import SamplingParams
 
 BLOCK_SIZE = 16

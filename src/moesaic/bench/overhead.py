@@ -25,7 +25,7 @@ from moesaic.bench.report import Report
 from moesaic.engine.core import EngineCore
 from moesaic.errors import MoesaicError
 from moesaic.kv.geometry import blocks_for_tokens
-from moesaic.models.loader import resolve_model_path
+from moesaic.models.files import resolve_model_path
 from moesaic.request import SamplingParams
 
 BLOCK_SIZE = 16

@@ -35,8 +35,10 @@ def load_paced(
 ) -> EngineCore:
     """Return an engine over the model in ``path``, each step of which takes ``step_s`` seconds.
 
-    A ``CoreFactory`` once ``step_s`` is bound.
+    A ``CoreFactory`` once ``step_s`` is bound. Torch gets one thread, as the host of a GPU needs: more would wait for
+    each other busily after every small operator, on CPUs that the server should have.
     """
+    torch.set_num_threads(1)
     core = EngineCore.from_path(path, config, progress)
     core.runner = PacedRunner(core.model, core.attention.backend, core.runner.store)
     core.runner.step_s = step_s

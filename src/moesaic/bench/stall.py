@@ -12,7 +12,8 @@ from moesaic.bench.workload import random_prompts
 from moesaic.config import EngineConfig
 from moesaic.engine.core import EngineCore
 from moesaic.models.base import CausalLM
-from moesaic.models.loader import load_model, resolve_model_path
+from moesaic.models.files import resolve_model_path
+from moesaic.models.loader import load_model
 
 STREAM_PROMPT_TOKENS = 16
 WARMUP_TOKENS = 64

@@ -10,7 +10,8 @@ from moesaic.config import EngineConfig
 from moesaic.demo.scene import DemoSettings, make_scene
 from moesaic.engine.core import EngineCore
 from moesaic.models.base import CausalLM
-from moesaic.models.loader import load_model, load_tokenizer, resolve_model_path
+from moesaic.models.files import load_tokenizer, resolve_model_path
+from moesaic.models.loader import load_model
 
 WARMUP_TOKENS = 64
 

@@ -36,7 +36,8 @@ from moesaic.kv.store import LayeredPagedKVStore
 from moesaic.kv.swap import HostSwapPool
 from moesaic.models.base import CausalLM
 from moesaic.models.compile import compile_kernels, step_sizes
-from moesaic.models.loader import load_model, load_tokenizer
+from moesaic.models.files import load_tokenizer
+from moesaic.models.loader import load_model
 from moesaic.models.native import NativeCausalLM
 from moesaic.models.select import ModelSelection, select_model
 from moesaic.request import Request, SamplingParams, StepOutput

@@ -14,7 +14,7 @@ from moesaic.engine.core import EngineCore
 from moesaic.engine.outputs import OutputProcessor
 from moesaic.engine.supervisor import StepSupervisor
 from moesaic.errors import ConfigError, RequestError
-from moesaic.models.loader import load_tokenizer, resolve_model_path
+from moesaic.models.files import load_tokenizer, resolve_model_path
 from moesaic.request import RequestOutput, SamplingParams
 
 Prompt = str | SequenceOf[int]

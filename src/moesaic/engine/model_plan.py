@@ -7,7 +7,7 @@ import torch
 
 from moesaic.config import EngineConfig
 from moesaic.engine.memory import FreeMemory, MemoryPlan, context_length, plan_memory, resolve_device
-from moesaic.kv.geometry import KVGeometry
+from moesaic.kv.geometry import KVGeometry, kv_text, size_text
 from moesaic.models.info import model_info
 from moesaic.models.loader import read_config, resolve_dtype
 from moesaic.models.weights import weights_bytes
@@ -53,13 +53,3 @@ def plan_block(model: str, plan: ModelPlan) -> str:
     ]
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)
-
-
-def kv_text(num_blocks: int, block_size: int, num_bytes: int) -> str:
-    """Return the one line that says how large the KV cache is."""
-    return f"{num_blocks} blocks of {block_size} tokens = {num_blocks * block_size} tokens, {size_text(num_bytes)}"
-
-
-def size_text(num_bytes: int) -> str:
-    """Return a size in MiB, as people read it."""
-    return f"{num_bytes / 2**20:.0f} MiB"

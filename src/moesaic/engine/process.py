@@ -23,24 +23,27 @@ from collections.abc import Callable
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import zmq
 
 from moesaic.config import EngineConfig
 from moesaic.engine.client import JOIN_TIMEOUT_S, TextEngineClient
-from moesaic.engine.core import EngineCore
 from moesaic.engine.detokenizer import Tokenizer
 from moesaic.engine.garbage import keep_collections_short
-from moesaic.engine.loop import Command, EngineDied, EngineLoop, Event, Stop
+from moesaic.engine.messages import Command, EngineDied, Event, Stop
+from moesaic.engine.outputs import OutputProcessor
 from moesaic.engine.wire import EngineReady, LoadFailed, LoadProgress, decode, encode
 from moesaic.errors import EngineDeadError
 from moesaic.log import LogSettings, configure_logging
 
+if TYPE_CHECKING:
+    from moesaic.engine.core import EngineCore
+
 logger = logging.getLogger(__name__)
 
 Progress = Callable[[str, float], None]
-CoreFactory = Callable[[Path, EngineConfig, Progress], EngineCore]
+CoreFactory = Callable[[Path, EngineConfig, Progress], "EngineCore"]
 """Makes the core in the child; a function of a module, since only its name crosses."""
 
 FIRST_RESTART_DELAY_S = 1.0
@@ -50,8 +53,10 @@ LONGEST_RESTART_DELAY_S = 60.0
 _POLL_MS = 200
 
 
-def load_core(path: Path, config: EngineConfig, progress: Progress) -> EngineCore:
+def load_core(path: Path, config: EngineConfig, progress: Progress) -> "EngineCore":
     """Return the engine that serves ``path``, ready for grammars too."""
+    from moesaic.engine.core import EngineCore
+
     core = EngineCore.from_path(path, config, progress)
     core.prepare_grammars()
     return core
@@ -68,13 +73,15 @@ class ProcessEngineClient(TextEngineClient):
         self,
         path: Path,
         config: EngineConfig,
-        tokenizer: Tokenizer | None,
+        load_tokenizer: Callable[[], Tokenizer | None],
         *,
         restarts: bool = False,
         make_core: CoreFactory = load_core,
         log: LogSettings = LogSettings(),  # noqa: B008  # immutable
     ) -> None:
-        super().__init__(tokenizer)
+        """``load_tokenizer`` is called while the engine's process starts."""
+        super().__init__(None)
+        self._load_tokenizer = load_tokenizer
         self._arguments = (path, config, make_core, log)
         self._restarts = restarts
         self._is_closing = False
@@ -89,10 +96,10 @@ class ProcessEngineClient(TextEngineClient):
         """
         self._engine = _Engine(*self._arguments)
         try:
+            self._outputs = OutputProcessor(self._load_tokenizer())
             return self._engine.wait_until_ready(progress)
-        except BaseException as error:
-            # One that could not load ends by itself; whoever interrupts does not want to wait for it.
-            self._engine.close(JOIN_TIMEOUT_S if isinstance(error, Exception) else 0.0)
+        except BaseException:
+            self._engine.close(patience_s=0.0)
             raise
 
     @property
@@ -227,6 +234,7 @@ class _Engine:
                         if progress is not None:
                             progress(what, fraction)
                     case LoadFailed():
+                        self.process.join(JOIN_TIMEOUT_S)  # it ends by itself
                         raise message.error()
                     case EngineReady(stats):
                         return stats
@@ -293,7 +301,7 @@ class _SocketSource:
 
 
 def _run_child(folder: str, path: Path, config: EngineConfig, make_core: CoreFactory, log: LogSettings) -> None:
-    """The whole life of the engine's process."""
+    """The whole life of the engine's process; only here is torch needed."""
     _die_with_parent()
     for each in (signal.SIGINT, signal.SIGTERM):  # meant for the group; the parent decides
         signal.signal(each, signal.SIG_IGN)
@@ -316,6 +324,8 @@ def _run_child(folder: str, path: Path, config: EngineConfig, make_core: CoreFac
         _finish(context, events, commands)
         return
     emit([EngineReady(core.stats())])
+    from moesaic.engine.loop import EngineLoop
+
     try:
         keep_collections_short()
         EngineLoop(core, _SocketSource(commands), emit).run()

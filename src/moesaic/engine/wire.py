@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import msgspec
 
 import moesaic.errors
-from moesaic.engine.loop import (
+from moesaic.engine.messages import (
     AbortRequests,
     AddRequests,
     Answer,

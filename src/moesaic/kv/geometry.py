@@ -92,3 +92,13 @@ def check_servable(num_prompt_tokens: int, max_tokens: int, block_size: int, num
             "shorten the prompt, lower max_tokens or raise --num-kv-blocks",
             param="prompt",
         )
+
+
+def kv_text(num_blocks: int, block_size: int, num_bytes: int) -> str:
+    """Return the one line that says how large the KV cache is."""
+    return f"{num_blocks} blocks of {block_size} tokens = {num_blocks * block_size} tokens, {size_text(num_bytes)}"
+
+
+def size_text(num_bytes: int) -> str:
+    """Return a size in MiB, as people read it."""
+    return f"{num_bytes / 2**20:.0f} MiB"

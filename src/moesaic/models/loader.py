@@ -1,4 +1,4 @@
-"""From a name or a directory to a model on its device; refuses early and names what is wrong."""
+"""From the files of a model to the model on its device; refuses early and names what is wrong."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ import json
 import logging
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from moesaic.builtin import BUILTIN_NAMES, materialize
+from moesaic.builtin import Progress
 from moesaic.errors import ModelLoadError
 from moesaic.experts.resident import ResidentExperts
 from moesaic.models.families import family_of
@@ -25,38 +24,12 @@ from moesaic.models.hf import IMPLEMENTATION, HFCausalLM
 from moesaic.models.info import model_info
 from moesaic.models.loading_bar import told_to
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 logger = logging.getLogger(__name__)
 
 LoadFormat = Literal["auto", "dummy"]
-Progress = Callable[[str, float], None]
-"""Called with what is being done and the fraction done, in [0, 1]."""
 
-_HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt")
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 _EXPERT_TENSOR = re.compile(r"(?P<prefix>.*\bexperts\.)(?P<expert>\d+)(?P<suffix>\..+)")
 _DUMMY_STD = 0.02  # the initializer_range of nearly every family: activations stay finite through many layers
-
-
-def resolve_model_path(model: str, *, progress: Progress | None = None, with_weights: bool = True) -> Path:
-    """Return the local directory of a built-in name, a directory or a hub id (downloads if it must).
-
-    Without ``with_weights`` a download leaves them out.
-    Raises: ``ModelLoadError`` if it is none of these, with the remedy.
-    """
-    if model in BUILTIN_NAMES:
-        return materialize(model, progress=progress)
-    path = Path(model).expanduser()
-    if path.is_dir():
-        return path
-    if path.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1:
-        raise ModelLoadError(
-            f"model {model!r} is no directory, no built-in ({', '.join(BUILTIN_NAMES)}) and no hub id "
-            "(owner/name); check the path"
-        )
-    return _download(model, _HUB_FILES if with_weights else tuple(set(_HUB_FILES) - {"*.safetensors"}))
 
 
 def load_model(
@@ -129,34 +102,6 @@ def resolve_dtype(config: Any, dtype: torch.dtype | None, device: torch.device) 
         logger.info("dtype: float32 on a CPU (the configuration says %s, which is slower there)", stated)
         return torch.float32
     return stated or torch.bfloat16
-
-
-def load_tokenizer(path: Path) -> PreTrainedTokenizerBase | None:
-    """Return the tokenizer in ``path``, or None if the directory holds none.
-
-    Raises: ``ModelLoadError`` if its files are broken.
-    """
-    if not any((path / name).exists() for name in _TOKENIZER_FILES):
-        return None
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, local_files_only=True)
-    except Exception as error:  # tokenizers raises bare Exception for a broken file
-        raise ModelLoadError(f"the tokenizer in {path} cannot be read: {error}") from error
-    return tokenizer
-
-
-def _download(model: str, patterns: tuple[str, ...]) -> Path:
-    try:
-        from huggingface_hub import snapshot_download
-
-        return Path(snapshot_download(model, allow_patterns=list(patterns)))
-    except Exception as error:  # the hub client raises many unrelated classes for offline, unknown and forbidden
-        raise ModelLoadError(
-            f"hub model {model!r} cannot be downloaded ({type(error).__name__}: {error}); "
-            "check the name and the network, or pass a local directory"
-        ) from error
 
 
 def _read_json(path: Path) -> dict[str, Any]:

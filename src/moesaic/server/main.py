@@ -3,8 +3,9 @@
 import contextlib
 import socket
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 from fastapi import FastAPI
@@ -13,19 +14,20 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 from moesaic import __version__
 from moesaic.config import EngineConfig
-from moesaic.engine.client import ThreadEngineClient
-from moesaic.engine.core import EngineCore
-from moesaic.engine.model_plan import kv_text
 from moesaic.engine.process import CoreFactory, ProcessEngineClient, load_core
 from moesaic.errors import ConfigError
+from moesaic.kv.geometry import kv_text
 from moesaic.log import configure_logging
-from moesaic.models.loader import load_tokenizer, resolve_model_path
+from moesaic.models.files import load_tokenizer, resolve_model_path
 from moesaic.server import page
 from moesaic.server.app import create_app
 from moesaic.server.drain import LAST_WORDS_S, DrainingServer
 from moesaic.server.limits import http_limits
 from moesaic.server.served_model import ServedModel, read_defaults
 from moesaic.server.settings import ServerConfig
+
+if TYPE_CHECKING:
+    from moesaic.engine.core import EngineCore
 
 
 def serve(model: str, config: EngineConfig, settings: ServerConfig, *, make_core: CoreFactory = load_core) -> int:
@@ -41,7 +43,7 @@ def serve(model: str, config: EngineConfig, settings: ServerConfig, *, make_core
             path = resolve_model_path(model, progress=report)
             restarts = settings.restart_engine
             engine = ProcessEngineClient(
-                path, config, load_tokenizer(path), restarts=restarts, make_core=make_core, log=settings.log
+                path, config, partial(load_tokenizer, path), restarts=restarts, make_core=make_core, log=settings.log
             )
             stats = engine.launch(report)
         app = create_app(engine, served_model(model, path, stats["max_model_len"], settings), config, settings)
@@ -60,8 +62,11 @@ def load_app(
     settings: ServerConfig | None = None,
     *,
     progress: Callable[[str, float], None] | None = None,
-) -> tuple[FastAPI, EngineCore]:
+) -> "tuple[FastAPI, EngineCore]":
     """Return the application over a model loaded into this process, and its core, to be read until it starts."""
+    from moesaic.engine.core import EngineCore
+    from moesaic.engine.thread_client import ThreadEngineClient
+
     settings = ServerConfig() if settings is None else settings
     path = resolve_model_path(model, progress=progress)
     core = EngineCore.from_path(path, config, progress)

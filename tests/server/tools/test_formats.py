@@ -9,7 +9,7 @@ import pytest
 
 from moesaic import SamplingParams
 from moesaic.errors import RequestError
-from moesaic.models.loader import load_tokenizer
+from moesaic.models.files import load_tokenizer
 from moesaic.sampling.grammar import Grammars
 from moesaic.sampling.row import SamplingRow
 from moesaic.server.settings import ToolCallParser
