@@ -327,9 +327,9 @@ MUTANTS = (
     ),
     Mutant(
         "a sibling begins before its prompt is committed",
-        "sched/scheduler.py",
-        "is_committed = seq.committed_kv_tokens >= num_blocks * self.kv.block_size",
-        "is_committed = self.kv.num_blocks(seq) >= num_blocks",
+        "sched/forker.py",
+        "is_committed = seq.committed_kv_tokens >= num_blocks * self._kv.block_size",
+        "is_committed = self._kv.num_blocks(seq) >= num_blocks",
     ),
     Mutant(
         "siblings of a leader that leaves wait for ever",
@@ -375,8 +375,8 @@ MUTANTS = (
     ),
     Mutant(
         "a failed commit keeps the blocks that siblings began with",
-        "sched/scheduler.py",
-        "            self.kv.reopen_sequence_reservation(fork.sibling, 0)\n",
+        "sched/forker.py",
+        "            self._kv.reopen_sequence_reservation(fork.sibling, 0)\n",
         "",
     ),
     Mutant(

@@ -20,8 +20,9 @@ LAYERS: tuple[tuple[str, bool, str], ...] = (
         "decisions",
         False,
         "sched.plan sched.ordering sched.queues sched.policy sched.swap sched.whole sched.chunked "
-        "sched.counts sched.swapper sched.preempt sched.running sched.siblings sched.advance sched.invariants "
-        "sched.factory sched.scheduler sched.transaction sched.decisions sched.recording sched.replay sched.blocked",
+        "sched.counts sched.swapper sched.preempt sched.running sched.siblings sched.forker sched.advance "
+        "sched.invariants sched.factory sched.scheduler sched.transaction sched.decisions sched.recording sched.replay "
+        "sched.blocked",
     ),
     (
         "talking",

@@ -12,6 +12,7 @@ from moesaic.request import FinishReason, Request, StepOutput, TokenLogprobs
 from moesaic.sched.advance import Advance, UndoPoint
 from moesaic.sched.blocked import blocked_by
 from moesaic.sched.counts import SchedulerCounts
+from moesaic.sched.forker import Forker
 from moesaic.sched.invariants import check_plan, check_progress, check_waits, checks_enabled
 from moesaic.sched.ordering import Ordering
 from moesaic.sched.plan import DecodeRow
@@ -19,7 +20,7 @@ from moesaic.sched.policy import LaneView, PrefillPolicy, StepView
 from moesaic.sched.preempt import Holder, VictimOrder, cheapest_last, choose_victims
 from moesaic.sched.queues import WaitingQueue
 from moesaic.sched.running import RunningSet
-from moesaic.sched.siblings import Fork, ForkRoom, SiblingGroups, num_head_blocks, plan_forks
+from moesaic.sched.siblings import Fork, ForkRoom, SiblingGroups, num_head_blocks
 from moesaic.sched.swap import SwapLedger, SwapTransfer
 from moesaic.sched.swapper import Swapper
 from moesaic.sched.transaction import StepTransaction
@@ -69,6 +70,7 @@ class Scheduler:
         self.paused: dict[SeqId, Sequence] = {}
         self.swap = SwapLedger(num_swap_blocks)
         self._swapper = Swapper(self.swap, kv, self.running)
+        self._forker = Forker(self.siblings, kv, self.running, self.swap)
         self.in_flight: dict[SeqId, int] = {}
         self._advance: Advance | None = None
         self._ordering = Ordering() if ordering is None else ordering
@@ -421,15 +423,14 @@ class Scheduler:
                 restarted.append((seq, seq.mark()))
                 self.running.discard(seq)
                 seq.restart()
-            if not swapped and not lost:
-                self._fork(finished, forks)
+            if self.siblings and not swapped and not lost:
+                self._forker.begin(self._fork_room(finished), forks)
             self.kv.free_sequences([*finished, *lost])
         except BaseException:
-            self._undo_forks(forks)
+            self._forker.undo(forks)
             self._undo(tx, undo, restarted)
             raise
-        self._settle_forks(forks)
-        self._settle(tx, finished, swapped, lost)
+        self._settle(tx, finished, swapped, lost, forks)
         self._count(tx, outputs, len(swapped) + len(lost), sum(mark[1] for _, mark in restarted))
         if self._has_checks:
             self.check()
@@ -505,11 +506,18 @@ class Scheduler:
         self.running.reset(undo.running)
 
     def _settle(
-        self, tx: StepTransaction, finished: list[Sequence], swapped: list[Sequence], lost: list[Sequence]
+        self,
+        tx: StepTransaction,
+        finished: list[Sequence],
+        swapped: list[Sequence],
+        lost: list[Sequence],
+        forks: list[Fork],
     ) -> None:
         """After the last act: the step is over, victims wait or go to host memory, finished requests are forgotten."""
         tx.is_open = False
         self._land(tx)
+        if forks:
+            self.counts = self.counts.after_forks(self._forker.settle(forks))
         for seq in finished:
             del self._sequences[seq.request.request_id]
             self._leave_siblings(seq)
@@ -525,23 +533,8 @@ class Scheduler:
             num_new_tokens=sum(len(o.new_token_ids) for o in outputs),
         ).after_preemption(num_victims=num_victims, num_lost_tokens=num_lost_tokens)
 
-    # Siblings
-
-    def _fork(self, finished: list[Sequence], forks: list[Fork]) -> None:
-        """Let held siblings begin with the KV of a donor's prompt, while there is room; add each to ``forks``.
-
-        It happens in commits alone, before the donors that ``finished`` give their blocks back. No block is taken.
-        """
-        if not self.siblings:
-            return
-        for fork in plan_forks(self.siblings, self._fork_room(finished), self._has_head):
-            forks.append(fork)
-            self.kv.fork_sequence(fork.donor, fork.sibling, fork.num_blocks)
-            self.kv.commit_sequence_reservation(fork.sibling)
-            fork.sibling.advance_prefill(fork.num_blocks * self.kv.block_size)
-            self.running.begin(fork.sibling)
-
     def _fork_room(self, finished: list[Sequence]) -> ForkRoom:
+        """Return the room for siblings to begin, before the blocks of ``finished`` are given back."""
         first, num_lanes = next(iter(self.waiting), None), len(self.running.lanes)
         return ForkRoom(
             num_rows=self.max_batch_size - self._num_admitted() + len(finished),
@@ -551,24 +544,6 @@ class Scheduler:
             block_size=self.kv.block_size,
             first_waiting=None if first is None else first.rank,
         )
-
-    def _has_head(self, seq: Sequence, num_blocks: int) -> bool:
-        """Return whether so many blocks of ``seq`` hold KV that is committed, here and not in host memory."""
-        is_committed = seq.committed_kv_tokens >= num_blocks * self.kv.block_size
-        return is_committed and seq.seq_id not in self.swap.states
-
-    def _undo_forks(self, forks: list[Fork]) -> None:
-        for fork in forks:
-            self.kv.reopen_sequence_reservation(fork.sibling, 0)
-            self.kv.rollback_sequence_reservation(fork.sibling)
-            fork.sibling.unfork()
-
-    def _settle_forks(self, forks: list[Fork]) -> None:
-        for fork in forks:
-            self.siblings.fork(fork.sibling)
-        if forks:
-            num_tokens = sum(fork.num_blocks for fork in forks) * self.kv.block_size
-            self.counts = self.counts.after_forks(num_tokens)
 
     # Ahead of the tokens
 
@@ -646,11 +621,11 @@ class Scheduler:
                 finished.append(seq)
         self._advance = None
         forks: list[Fork] = []
-        self._fork(finished, forks)
-        self._settle_forks(forks)
+        if self.siblings:
+            self._forker.begin(self._fork_room(finished), forks)
         for seq in finished:
             self._retire(seq, tx)
-        self._settle(tx, finished, [], [])
+        self._settle(tx, finished, [], [], forks)
         self._count(tx, outputs, 0, 0)
         if self._has_checks:
             self.check()
